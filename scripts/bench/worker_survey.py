@@ -85,7 +85,7 @@ def main() -> None:
     data = Data(Path(spec["folder"]), workload, spec["seed"])
     contestant = found()[spec["name"]]
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", spec["rank"]))
-    job = Job(workload, data, spec["rows"], rank, contestant.ranks, spec["port"])
+    job = Job(workload, data, spec["rows"], rank, contestant.ranks, spec["port"], spec["choice"])
     answers = Answers(contestant.build(job), job)
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         serve_mpi(answers.to)

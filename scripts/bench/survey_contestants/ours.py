@@ -1,16 +1,17 @@
-"""This package: its own transformer in a `Trainer`, in one process and on grids of two."""
+"""This package: its own transformer, and a model of plain Flax, in one process and on grids of two."""
 
 from functools import partial
 from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
-from surveying.workloads import BETAS, CLIP, DECAY, rate
+from surveying.workloads import BETAS, CLIP, DECAY
 
-LANGUAGE = ("L1",)
+ALL = ("L1", "L2", "V1", "M1")
+LANGUAGE = ("L1", "L2", "M1")
 
 
 def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
-    """Make the trainer: the code that a user writes."""
+    """Make the trainer of a language model: the code that a user writes."""
     import jax.numpy as jnp
     import optax
     from flax import nnx
@@ -18,16 +19,31 @@ def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
     import axonn_jax as ax
 
     grid = ax.init(**axes, **joined(job, axes))
-    model = partial(ax.models.Transformer, job.workload.shape())
-    optimizer = optax.adamw(lambda step: rate(step, jnp), *BETAS, weight_decay=DECAY)
+    optimizer = optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY)
     return ax.Trainer(
-        lambda: model(rngs=nnx.Rngs(job.data.seed)),
+        lambda: ax.models.Transformer(job.workload.shape(), rngs=nnx.Rngs(job.data.seed), **balance(job)),
         optimizer,
         grid,
         microbatches=microbatches(job, axes),
         clip=CLIP,
         memory=ax.MemoryConfig(precision="fp32", **memory),
     )
+
+
+def train_images(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
+    """Make the trainer of somebody's Flax model: the code that a user writes, as in examples/cnn.py."""
+    import jax.numpy as jnp
+    import optax
+    from surveying import plain_models as models
+
+    import axonn_jax as ax
+
+    grid = ax.init(**axes, **joined(job, axes))
+    example = jnp.zeros((job.rows, 32, 32, 1))
+    model = ax.parallelize(models.model_of(job), grid, call=lambda model: model(example))
+    optimizer = optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY)
+    memory_config = ax.MemoryConfig(precision="fp32", **memory)
+    return ax.Trainer(model, optimizer, grid, loss=models.loss_of, clip=CLIP, memory=memory_config)
 
 
 def joined(job: Job, axes: dict[str, int]) -> dict[str, Any]:
@@ -37,22 +53,32 @@ def joined(job: Job, axes: dict[str, int]) -> dict[str, Any]:
     return {"coordinator": f"127.0.0.1:{job.port}", "num_processes": job.world, "process_id": job.rank}
 
 
+def balance(job: Job) -> dict[str, Any]:
+    """No loss that evens out experts' loads: not all contestants have the same one."""
+    from axonn_jax.experts.shape import MoeConfig
+
+    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
+
+
 def microbatches(job: Job, axes: dict[str, int]) -> int:
     """Parts of the batch on a device: the size of a part is the same on all grids."""
     sharing = axes.get("data", 1) * axes.get("z", 1)
     return max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
 
 
-def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any] | None = None) -> Runner:
+def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any]) -> Runner:
     """A step on a grid."""
     import jax
 
-    trainer = train(job, axes, memory or {})
-    if "pipe" not in axes:
+    trainer = (train if job.workload.is_language else train_images)(job, axes, memory)
+    if job.workload.is_language and "pipe" not in axes:
         check_weights(job, trainer.engine.params)
 
+    def mine(batch: Any) -> Any:
+        return jax.tree.map(lambda array: array[trainer.rows(len(array))], batch)
+
     def step(batch: Any) -> float:
-        loss = float(trainer.step(batch[trainer.rows(len(batch))])["loss"])
+        loss = float(trainer.step(mine(batch))["loss"])
         jax.block_until_ready(list(trainer.engine.params.values()))
         return loss
 
@@ -60,7 +86,7 @@ def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any] | None = Non
         leaves = jax.tree.leaves([store.model for store in trainer.engine.stores.values()])
         return sum(shard.data.nbytes for array in leaves for shard in array.addressable_shards)
 
-    return Runner(step, lambda rows: trainer.evaluate([rows[trainer.rows(len(rows))]]), state)
+    return Runner(step, lambda batch: trainer.evaluate([mine(batch)]), state)
 
 
 def check_weights(job: Job, params: Any) -> None:
@@ -78,21 +104,33 @@ def check_weights(job: Job, params: Any) -> None:
                 raise RuntimeError(f"{name} is not as in {path.name}")
 
 
-def _made(name: str, axes: dict[str, int], peers: tuple[str, ...], where: tuple[str, ...], **memory: Any) -> Contestant:
-    made = partial(build, axes=axes, memory=memory)
+def planned(job: Job) -> Runner:
+    """A step on the grid that `axonn-jax plan` picks."""
+    return build(job, axes=dict(job.choice["axes"]), memory=dict(job.choice["memory"]))
+
+
+def _made(
+    heat: str, name: str, axes: dict[str, int], peers: tuple[str, ...], where: tuple[str, ...], **memory: Any
+) -> Contestant:
+    split = any(axis in axes for axis in "zyx")
     return Contestant(
-        name, "axonn_jax", made, "docs/train.md", where, (train,), ranks=2 if axes else 1, mpi="pipe" in axes,
-        peers=peers, serial="ours-serial" if axes else "",
+        name, "axonn_jax", partial(build, axes=axes, memory=memory), "docs/train.md, examples/cnn.py", where, (train,),
+        ranks=2 if axes else 1, mpi="pipe" in axes, heat=heat, peers=peers, serial="ours-serial" if axes else "",
+        weights=1 / 2 if split else 1.0, moments=1 / 2 if split or "zero" in memory else 1.0,
     )  # fmt: skip
 
 
 CONTESTANTS = (
-    _made("ours-serial", {}, ("torch-serial", "jax-serial"), LANGUAGE),
-    _made("ours-data", {"data": 2}, ("torch-ddp", "jax-data"), LANGUAGE),
-    _made("ours-zero", {"data": 2}, ("torch-zero", "jax-data"), LANGUAGE, zero=1),
-    _made("ours-z", {"z": 2}, ("torch-fsdp2", "torch-ddp", "jax-fsdp"), LANGUAGE),
-    _made("ours-y", {"y": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
-    _made("ours-x", {"x": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
-    _made("ours-pipe", {"pipe": 2}, ("torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"), LANGUAGE),
-    _made("ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), LANGUAGE, offload="optimizer"),
+    _made("serial", "ours-serial", {}, ("torch-serial", "jax-serial"), ALL),
+    _made("data", "ours-data", {"data": 2}, ("torch-ddp", "jax-data", "deepspeed-0"), ALL),
+    _made("data", "ours-zero", {"data": 2}, ("torch-zero", "jax-data", "deepspeed-1", "deepspeed-2"), ALL, zero=1),
+    _made("shard", "ours-z", {"z": 2}, ("torch-fsdp2", "torch-ddp", "jax-fsdp", "deepspeed-3"), ALL),
+    _made("tensor", "ours-y", {"y": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
+    _made("tensor", "ours-x", {"x": 2}, ("torch-tp", "jax-tensor"), ALL),
+    _made("pipe", "ours-pipe", {"pipe": 2}, ("torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"), ("L1",)),
+    _made("pipe", "ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), ("L1",), offload="optimizer"),
+    Contestant(
+        "ours-best", "axonn_jax", planned, "docs/plan.md", ("L1",), (train,), mpi=True, serial="ours-serial",
+        heat="data", peers=("ours-data", "ours-zero"), asks_planner=True,
+    ),
 )  # fmt: skip

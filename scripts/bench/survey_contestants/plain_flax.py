@@ -19,7 +19,7 @@ def build(job: Job, *, layout: str) -> Runner:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
     from surveying import plain_models as models
-    from surveying.workloads import BETAS, CLIP, DECAY, rate
+    from surveying.workloads import BETAS, CLIP, DECAY
 
     if job.world > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -34,7 +34,8 @@ def build(job: Job, *, layout: str) -> Runner:
 
     params = jax.tree.map(placed, values, specs)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(CLIP), optax.adamw(lambda step: rate(step, jnp), *BETAS, weight_decay=DECAY)
+        optax.clip_by_global_norm(CLIP),
+        optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY),
     )
     first = jax.eval_shape(optimizer.init, params)
     kept = optax.tree_map_params(optimizer, lambda _, spec: spec, first, specs, transform_non_params=lambda _: P())
@@ -91,6 +92,8 @@ def _made(name: str, layout: str, where: tuple[str, ...], ranks: int = 2) -> Con
         (build,),
         ranks,
         serial="jax-serial" if ranks > 1 else "",
+        weights=1.0 if layout == "data" else 1 / 2,
+        moments=1.0 if layout == "data" else 1 / 2,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
 
-ALL = ("L1", "V1")
+ALL = ("L1", "L2", "V1", "M1")
 DOCS = "https://docs.pytorch.org/docs/2.13/"
 TUTORIALS = "https://docs.pytorch.org/tutorials/"
 
@@ -73,6 +73,8 @@ def fsdp2(job: Job) -> Runner:
 
 def blocks_of(model: Any) -> Any:
     """The repeated layers of the survey's models."""
+    if hasattr(model, "model"):
+        return model.model.layers
     return model.blocks if hasattr(model, "blocks") else [*model.convolutions, *model.dense]
 
 
@@ -87,10 +89,10 @@ CONTESTANTS = (
     ),
     Contestant(
         "torch-zero", "torch", zero, TUTORIALS + "recipes/zero_redundancy_optimizer.html", ALL, (zero,),
-        serial="torch-serial",
+        serial="torch-serial", moments=1 / 2,
     ),
     Contestant(
         "torch-fsdp2", "torch", fsdp2, TUTORIALS + "intermediate/FSDP_tutorial.html", ALL, (fsdp2, blocks_of),
-        serial="torch-serial",
+        serial="torch-serial", weights=1 / 2, moments=1 / 2,
     ),
 )  # fmt: skip

@@ -31,7 +31,7 @@ def pipe(job: Job, *, schedule: str) -> Runner:
     mine = nn.ModuleList(stages.values())
     parameters = list(mine.parameters())
     optimizer = side.adamw(parameters, fused=True)
-    count = max(1, job.workload.microbatches * job.rows // job.workload.rows)
+    count = side.microbatches(job)
 
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()) / count
@@ -64,7 +64,7 @@ def pipe(job: Job, *, schedule: str) -> Runner:
 
     def step(batch: Any) -> float:
         nonlocal steps
-        side.set_rate(optimizer, steps)
+        side.set_rate(job, optimizer, steps)
         steps += 1
         optimizer.zero_grad(set_to_none=True)
         loss = call(runs.step, batch)

@@ -111,6 +111,6 @@ def split_gpt(model: Any, job: Job) -> Any:
 CONTESTANTS = (
     Contestant(
         "torch-tp", "torch", tensor, "https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html", ("L1",),
-        (tensor, plan_of, split_gpt), serial="torch-serial",
+        (tensor, plan_of, split_gpt), serial="torch-serial", weights=1 / 2, moments=1 / 2,
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ class Job:
     world: int
     port: str
     """Free port of loopback, the same for all processes."""
+    choice: Mapping[str, Any]
+    """Answer of the planner, for contestants that ask."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,19 @@ class Contestant:
     ranks: int = 2
     mpi: bool = False
     """True if mpirun starts the processes."""
+    heat: str = ""
+    """Contestants of ours that take turns together, and with all their peers; empty: a peer, or in the last heat."""
     peers: tuple[str, ...] = ()
     """Contestants that it is compared with."""
     serial: str = ""
     """Contestant of the same framework in one process; it is its own where empty."""
+    weights: float | None = None
+    """Share of the weights in a process by the method's formula; None where the formula depends on the cut."""
+    moments: float | None = None
+    """Share of AdamW's two moments in a process by the formula."""
+    asks_planner: bool = False
+    needs: str = ""
+    """Package that the environment may lack."""
 
 
 def found() -> dict[str, Contestant]:

@@ -1,153 +1,165 @@
-"""Judge of the survey: the page's tables from recorded figures; nothing here is typed by hand."""
+"""Judge of the survey: the page from recorded figures; nothing here is typed by hand."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-Figures = Mapping[str, Any]
+from surveying.appendix import appendix
+from surveying.efficiency import TARGET
+from surveying.figures import Figures, fastest, formula, markdown, parts_of, quartiles, seconds_of, timed
 
 _NOTES = {
     "torch-fsdp2": "gloo's reduce-scatter is naive (an all-reduce a rank), a handicap that GPUs do not have; DDP, with "
     "all-reduces alone, is the fair neighbour",
 }
 """Facts that a table must not be read without."""
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) < 2:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+_HINDERED = (
+    "ours-data", "torch-ddp", "jax-data", "deepspeed-0", "ours-z", "torch-fsdp2", "deepspeed-3", "ours-y", "torch-tp",
+    "jax-tensor", "ours-pipe", "torch-pp-1f1b", "torch-pp-zbv",
+)  # fmt: skip
+"""Rows of the first workload that the main part shows."""
 
 
 def page(figures: Figures) -> str:
-    """Markdown of a survey: a section a question, then what was failed or not run, and how to run it again."""
+    """Markdown of a survey: a section a question, and an appendix of all figures."""
     works: Mapping[str, Figures] = figures["workloads"]
-    lines = ["# Survey", "", _head(figures), ""]
-    for title, part in (("Performance", _speeds), ("Peers", _peers), ("Memory", _memory), ("Hindrances", _splits)):
-        lines += [f"## {title}", "", *part(works), ""]
+    parts = [("Performance", _peers(works)), ("Memory", _memory(works))]
+    if figures["efficiency"]:
+        parts.append(("Statistical efficiency", _efficiency(figures["efficiency"])))
+    parts.append(("Hindrances", _hindrances(works)))
+    if figures["simulated"]:
+        parts.append(("Large scale, simulated", _simulated(figures["simulated"])))
     if failed := [f"* {work} {name}: {why}" for work, of in works.items() for name, why in of["failed"].items()]:
-        lines += ["## Failed", "", *failed, ""]
-    lines += ["## Not run here", "", *(f"* {name}: {why}" for name, why in figures["not_run"].items()), ""]
-    lines += ["## Appendix", "", *_equal(works), "", "```sh", figures["command"], "```", "", _versions(figures), ""]
-    return "\n".join(lines)
+        parts.append(("Failed", failed))
+    lines = ["# Survey", "", _head(figures), ""]
+    for title, part in parts:
+        lines += [f"## {title}", "", *part, ""]
+    return "\n".join([*lines, *appendix(figures)])
 
 
 def _head(figures: Figures) -> str:
-    checked = next(iter(figures["workloads"].values()))["checked_steps"]
+    works = figures["workloads"]
+    titles = "; ".join(f"**{key}** {work['title']}" for key, work in works.items())
+    checked = next(iter(works.values()))["checked_steps"]
     return (
-        f"Two processes of one core each, float32, on {figures['device']}; load before {figures['load']:.2f}. "
-        "All contestants start from the same weights, see the same batches by number and have the same AdamW, clipping "
-        f"and schedule; only those whose loss is the reference's for {checked} steps are timed. Contestants of a heat "
-        "take turns step by step. Brackets hold quartiles. Nothing here says anything about another machine."
+        f"{titles}. Two processes of one core each, float32, on {figures['device']}; load before "
+        f"{figures['load']:.2f}. All contestants start from the same weights, see the same batches by number and have "
+        f"the same AdamW, clipping and schedule; only those whose loss is the reference's for {checked} steps are "
+        "timed. Contestants of a heat take turns step by step. Nothing here says anything about another machine."
     )
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["|" + "|".join(cells) + "|" for cells in (heads, ["---"] * len(heads), *rows)]
-
-
-def seconds_of(work: Figures, name: str, key: str = "seconds") -> float:
-    """Median of a figure of a contestant's steps."""
-    return quartiles([step[key] for step in work["rows"][name]["steps"]])[1]
-
-
-def _timed(work: Figures) -> list[str]:
-    return [name for name, row in work["rows"].items() if row["steps"]]
-
-
-def _speeds(works: Mapping[str, Figures]) -> list[str]:
-    lines = []
-    for key, work in works.items():
-        rows = []
-        for name in sorted(_timed(work), key=lambda name: seconds_of(work, name)):
-            row, fact, unit = work["rows"][name], work["facts"][name], work["per_step"]
-            slow, middle, fast = (unit / s for s in reversed(quartiles([s["seconds"] for s in row["steps"]])))
-            serial = fact["serial"]
-            scaling = seconds_of(work, serial) / seconds_of(work, name) if serial in _timed(work) else None
-            sent = "-" if fact["mpi"] else f"{seconds_of(work, name, 'sent') / 1e6:.1f}"
-            rows.append(
-                (
-                    name, f"{middle:,.0f} ({slow:,.0f} to {fast:,.0f})",
-                    "-" if scaling is None else f"{scaling:.2f}", sent,
-                    f"{row['start_s']:.1f} + {row['first_s']:.1f}", str(fact["lines"]),
-                )
-            )  # fmt: skip
-        heads = ("contestant", f"{work['unit']}/s", "over own serial", "MB sent", "start + first step, s", "lines")
-        lines += [f"### {key}: {work['title']}", "", *_markdown(heads, rows), ""]
-        lines += [f"{name}: {note}.\n" for name, note in _NOTES.items() if name in _timed(work)]
-    lines.append(
-        "*MB sent*: over loopback in a step, by all processes (- under MPI, which shares memory). *Lines*: statements "
-        "that a user writes for the parallel set-up, model, loss and data left out."
-    )
-    return lines
 
 
 def _peers(works: Mapping[str, Figures]) -> list[str]:
-    rows, below = [], []
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    below = []
     for key, work in works.items():
         for one in work["ratios"]:
             low, middle, high = quartiles(one["rounds"])
-            rows.append((key, one["ours"], one["peer"], f"{middle:.2f} ({low:.2f} to {high:.2f})"))
+            cells.setdefault((one["ours"], one["peer"]), {})[key] = f"{middle:.2f} ({low:.2f}, {high:.2f})"
             if middle < 1:
-                below.append(f"{key} {one['ours']} over {one['peer']}")
-    said = f"Below 1: {', '.join(below)}." if below else "None is below 1."
-    return [*_markdown(("workload", "ours", "over", "speed, round by round"), rows), "", said]
+                below.append(f"* {key} {one['ours']} over {one['peer']}: {_why(work, one['ours'], one['peer'])}")
+        best, other = fastest(work, "axonn_jax"), fastest(work, "deepspeed")
+        if best and other:
+            shown = f"{seconds_of(work, other) / seconds_of(work, best):.2f} ({best}, {other})"
+            cells.setdefault(("the fastest of ours", "the best DeepSpeed stage"), {})[key] = shown
+    rows = [(ours, peer, *(cell.get(key, "") for key in works)) for (ours, peer), cell in cells.items()]
+    said = ["Below 1, and where the time goes:", "", *below] if below else ["None is below 1."]
+    notes = [f"{name}: {note}." for name, note in _NOTES.items() if any(name in timed(work) for work in works.values())]
+    heads = ("ours", "over", *works)
+    intro = "Speed over a peer's, round by round; quartiles in brackets."
+    return [intro, "", *markdown(heads, rows), "", *said, "", *_planned(works), *notes]
+
+
+def _why(work: Figures, ours: str, peer: str) -> str:
+    """The part of a step in which ours spends most beyond the peer."""
+    mine, theirs = parts_of(work, ours), parts_of(work, peer)
+    part = max(mine, key=lambda name: mine[name] - theirs[name])
+    return f"{part} {mine[part]:.2f} s a step, against {theirs[part]:.2f}"
+
+
+def _planned(works: Mapping[str, Figures]) -> list[str]:
+    lines = []
+    for key, work in works.items():
+        best = fastest(work, "axonn_jax", but=("ours-best",))
+        if best and "ours-best" in timed(work):
+            axes = ", ".join(f"{axis} {size}" for axis, size in work["choice"]["axes"].items())
+            share = seconds_of(work, best) / seconds_of(work, "ours-best")
+            lines += [f"`plan` picks {axes} for {key}: {share:.2f} of the speed of {best}, the fastest of ours.", ""]
+    return lines
 
 
 def _memory(works: Mapping[str, Figures]) -> list[str]:
-    rows = [
-        (key, name, f"{row['state'] / 2**20:.1f}", f"{row['resident'] / 2**20:.0f}")
-        for key, work in works.items()
-        for name, row in sorted(work["rows"].items(), key=lambda pair: pair[1]["state"])
-    ]
-    heads = ("workload", "contestant", "weights and optimizer state, MiB", "peak resident, MiB")
-    return ["The larger of the two processes.", "", *_markdown(heads, rows)]
-
-
-def split(work: Figures, name: str) -> dict[str, float]:
-    """Shares of a contestant's step: its part of the serial program's compute, more compute, kernel, waiting.
-
-    By the cores' accounting: user time up to the serial program's over the number of processes is compute, more user
-    time is work that parallelism brings, kernel time is mostly transport, and the rest of the step the core was idle.
-    """
-    fact = work["facts"][name]
-    total, user = seconds_of(work, name), seconds_of(work, name, "user")
-    system = seconds_of(work, name, "system")
-    serial = fact["serial"]
-    share = seconds_of(work, serial, "user") / fact["ranks"] if serial in _timed(work) else user
-    compute = min(user, share)
-    parts = {"compute": compute, "more compute": user - compute, "kernel": system}
-    parts["idle"] = max(0.0, total - sum(parts.values()))
-    return {key: seconds / total for key, seconds in parts.items()}
-
-
-def _splits(works: Mapping[str, Figures]) -> list[str]:
+    families = (
+        ("ours-zero", "torch-zero", "deepspeed-1", "deepspeed-2"),
+        ("ours-z", "torch-fsdp2", "jax-fsdp", "deepspeed-3"),
+    )
     rows = []
     for key, work in works.items():
-        for name in _timed(work):
-            if work["facts"][name]["ranks"] == 1:
+        for names in families:
+            found = [name for name in names if name in work["rows"]]
+            if len(found) < 2 or found[0] != names[0]:
                 continue
-            shares = split(work, name)
-            worst = max(list(shares)[1:], key=lambda part: shares[part])
-            rows.append((key, name, *(f"{share:.0%}" for share in shares.values()), worst))
+            rows.append((key, "; ".join(f"{name} {_bytes(work, name)}" for name in found)))
     text = (
-        "Shares of a step by the cores' accounting: *compute* is user time up to the serial program's over two; *more "
-        "compute* is user time beyond, which parallelism brings; *kernel* is mostly transport; *idle* is waiting: "
-        "bubbles and exposed latency."
+        "Peak resident memory of the larger process, MiB (weights and optimizer state over the method's formula, "
+        "12 bytes a parameter less what is divided):"
     )
-    return [text, "", *_markdown(("workload", "contestant", "compute", "more compute", "kernel", "idle", "most"), rows)]
+    return [text, "", *markdown(("workload", "of the same method"), rows)]
 
 
-def _equal(works: Mapping[str, Figures]) -> list[str]:
-    rows = [
-        (key, name, f"{difference:.0e}", work["facts"][name]["follows"])
-        for key, work in works.items()
-        for name, difference in work["differences"].items()
-    ]
-    return _markdown(("workload", "contestant", "largest difference of a loss", "follows"), rows)
+def _bytes(work: Figures, name: str) -> str:
+    row, expected = work["rows"][name], formula(work, name)
+    over = "" if expected is None else f" ({row['state'] / expected:.2f})"
+    return f"{row['resident'] / 2**20:.0f}{over}"
 
 
-def _versions(figures: Figures) -> str:
-    return ", ".join(f"{name} {version}" for name, version in figures["versions"].items()) + "."
+def _efficiency(curves: Any) -> list[str]:
+    rows = []
+    groups = dict.fromkeys((one["name"], one["rows"]) for one in curves)
+    for name, size in groups:
+        reached = [one["reached"] for one in curves if (one["name"], one["rows"]) == (name, size)]
+        cells = []
+        for key in ("tokens", "seconds"):
+            values = [one[key] for one in reached if one]
+            spread = f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})" if values else "-"
+            cells.append(spread)
+        rows.append((name, str(size), *cells, f"{sum(map(bool, reached))} of {len(reached)}"))
+    text = (
+        f"To a held-out loss of {TARGET} nats on L1, the fastest of each framework; median of the seeds, their range:"
+    )
+    heads = ("contestant", "sequences a batch", "tokens", "seconds of steps", "reached")
+    return [text, "", *markdown(heads, rows), "", "![Loss over tokens, over seconds, and batch sizes](survey.png)"]
+
+
+def _hindrances(works: Mapping[str, Figures]) -> list[str]:
+    key, work = next(iter(works.items()))
+    rows = []
+    for name in _HINDERED:
+        if name in timed(work):
+            parts = parts_of(work, name)
+            worst = max(list(parts)[1:], key=lambda part: parts[part])
+            rows.append((name, *(f"{seconds:.2f}" for seconds in parts.values()), worst))
+    text = (
+        f"Seconds of a step on {key} by the cores' accounting: *compute* is user time up to the serial program's over "
+        "two, *more compute* user time beyond, which parallelism brings; *kernel* is mostly transport; *idle* is "
+        "waiting: bubbles and exposed latency."
+    )
+    heads = ("contestant", "compute", "more compute", "kernel", "idle", "hindered most by")
+    return [text, "", *markdown(heads, rows)]
+
+
+def _simulated(found: Figures) -> list[str]:
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for row in [*found["rows"], *found["others"]]:
+        groups.setdefault((row["source"], row["machine"], row["unit"]), []).append(row)
+    rows = []
+    for (source, machine, unit), of in groups.items():
+        spans = [f"{min(r[k] for r in of):,.4g} to {max(r[k] for r in of):,.4g}" for k in ("published", "predicted")]
+        published = of[0]["span"] or spans[0]
+        middle = statistics.median(abs(row["error"]) for row in of)
+        sizes = f"{of[0]['model']} on {of[0]['devices']:,} to {of[-1]['model']} on {of[-1]['devices']:,}"
+        rows.append((source, machine, sizes, unit, published, spans[1], f"{middle:.1%}"))
+    ratios = "; ".join(f"{name} {ratio:.2f}" for name, ratio in found["ratios"].items())
+    text = "**Simulated** by the planner, none of it run here, beside what was published (`scripts/bench/published`):"
+    heads = ("source", "machine", "models on devices", "unit", "published", "simulated", "median error")
+    return [text, "", *markdown(heads, rows), "", f"Ratios of step times, simulated: {ratios}."]

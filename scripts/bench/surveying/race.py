@@ -5,10 +5,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from surveying.contestant import Contestant, lines_of_code
 from surveying.workloads import Workload
 from workers import Worker, free_port, mpirun
@@ -104,22 +105,20 @@ def loopback_bytes() -> int:
 
 
 def heats(contestants: Sequence[Contestant]) -> list[list[Contestant]]:
-    """Groups that stand by at once, for all together would not fit into memory: each with peers, and its serial one.
+    """Groups that stand by at once, for all together would not fit into memory: each with its peers.
 
-    The first has the references, and the last all that are nobody's peers.
+    The first has the references; in the last are all that are nobody's peers.
     """
     by_name = {one.name: one for one in contestants}
-    groups, seen = [], set()
+    groups: dict[str, dict[str, Contestant]] = {}
     for one in contestants:
-        if not one.peers:
-            continue
-        names = dict.fromkeys((one.name, *one.peers, one.serial or one.name))
-        group = [by_name[name] for name in names if name in by_name]
-        groups.append(group)
-        seen |= {each.name for each in group}
+        if one.heat:
+            names = [name for name in (one.name, *one.peers) if name in by_name]
+            groups.setdefault(one.heat, {}).update({name: by_name[name] for name in names})
+    seen = {name for group in groups.values() for name in group}
     rest = [one for one in contestants if one.name not in seen]
-    groups += [rest[i : i + 4] for i in range(0, len(rest), 4)]
-    return sorted(groups, key=lambda group: not any(one.name in REFERENCES for one in group))
+    made = [list(group.values()) for group in groups.values()] + ([rest] if rest else [])
+    return sorted(made, key=lambda group: not any(one.name in REFERENCES for one in group))
 
 
 def enter(contestant: Contestant, spec: Mapping[str, Any], say: Say) -> Entrant:
@@ -180,12 +179,15 @@ class Settings:
     steps: int
     rounds: int
     folder: Path
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    """Answer of the planner."""
 
 
 def survey(workload: Workload, contestants: Sequence[Contestant], settings: Settings, say: Say) -> dict[str, Any]:
     """All figures of a workload: the check of each, then the heats, with ratios of steps in the same round."""
     spec = {
         "workload": workload.name, "folder": str(settings.folder), "seed": 0, "rows": workload.rows,
+        "choice": settings.choice,
     }  # fmt: skip
     rows: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -222,24 +224,30 @@ def survey(workload: Workload, contestants: Sequence[Contestant], settings: Sett
                 entrant.close()
         for name, steps in taken.items():
             rows[name]["steps"] += steps
-        first = group[0]
         ratios += [
-            {"ours": first.name, "peer": peer, "rounds": in_rounds(taken[first.name], taken[peer])}
-            for peer in first.peers
-            if first.name in taken and peer in taken
+            {"ours": one.name, "peer": peer, "rounds": in_rounds(taken[one.name], taken[peer])}
+            for one in group
+            for peer in one.peers
+            if one.name in taken and peer in taken
         ]
     facts = {
         one.name: {
             "framework": one.framework, "ranks": one.ranks, "follows": one.follows, "lines": lines_of_code(one.code),
-            "serial": one.serial, "mpi": one.mpi,
+            "serial": one.serial, "mpi": one.mpi, "weights": one.weights, "moments": one.moments,
         }
         for one in contestants
     }  # fmt: skip
     return {
         "title": workload.title, "unit": workload.unit, "per_step": workload.rows * workload.seq_len,
         "checked_steps": settings.steps, "rows": rows, "failed": failed, "facts": facts, "ratios": ratios,
-        "differences": differences,
+        "differences": differences, "choice": settings.choice, "parameters": parameters(workload, settings.folder),
     }  # fmt: skip
+
+
+def parameters(workload: Workload, folder: Path) -> int:
+    """Parameters of the workload's model, from the file of its first weights."""
+    with np.load(folder / f"{workload.name}-0.npz") as kept:
+        return sum(int(kept[name].size) for name in kept.files)
 
 
 def in_rounds(mine: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> list[float]:
@@ -251,5 +259,5 @@ def write_weights(workload: Workload, folder: Path, seed: int, writer: Contestan
     """Have a contestant that makes the model write its first weights."""
     if (folder / f"{workload.name}-{seed}.npz").exists():
         return
-    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": workload.rows}
+    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": workload.rows, "choice": {}}
     Entrant(writer, spec).close()

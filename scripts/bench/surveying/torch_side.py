@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from surveying.contestant import Job, Runner
-from surveying.workloads import BETAS, CLIP, DECAY, EPS, rate
+from surveying.workloads import BETAS, CLIP, DECAY, EPS
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -20,6 +20,8 @@ def start(job: Job) -> None:
     """One thread, and the process group over gloo where there are others."""
     torch.set_num_threads(1)
     if job.world > 1:
+        names = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world}  # as torchrun sets them
+        os.environ.update({name: str(value) for name, value in names.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=job.port, GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo", rank=job.rank, world_size=job.world)
 
@@ -34,16 +36,54 @@ def model_of(job: Job) -> nn.Module:
         model = GPT(Task())
         load(model, str(job.data.weights()), Task())
         return model
-    from surveying.vgg_torch import VGG
+    if job.workload.name == "V1":
+        from surveying.vgg_torch import VGG
 
-    return VGG(weights)
+        return VGG(weights)
+    return _of_transformers(job, weights)
+
+
+def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
+    import transformers
+
+    from axonn_jax.models.huggingface import to_huggingface
+
+    shape = job.workload.shape()
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn, "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.seq_len, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+    }  # fmt: skip
+    if job.workload.name == "M1":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+        config: Any = transformers.MixtralConfig(**sizes, **experts)
+    else:
+        config = transformers.LlamaConfig(**sizes)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    named = {name.replace("block_sparse_moe", "mlp"): a for name, a in to_huggingface(weights, shape).items()}
+    for name, param in model.named_parameters():
+        home, _, kind = name.rpartition(".")
+        value = named.get(name)
+        if value is None:  # transformers holds all experts' matrices in one tensor, files hold them one by one
+            parts = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
+            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(8)]
+            value = np.stack([np.concatenate(one) for one in each])
+        with torch.no_grad():
+            param.copy_(torch.from_numpy(np.array(value)))
+    return model
 
 
 def loss_of(job: Job, model: nn.Module, rows: Any) -> torch.Tensor:
     """Mean loss of rows."""
     if job.workload.name == "L1":
         return model(rows)
-    return F.cross_entropy(model(rows["image"]), rows["label"].long())
+    if job.workload.name == "V1":
+        return F.cross_entropy(model(rows["image"]), rows["label"].long())
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def adamw(parameters: Any, **more: Any) -> torch.optim.Optimizer:
@@ -55,10 +95,24 @@ RATE_BEFORE = 0.0
 """Rate until `set_rate` gives the first step's."""
 
 
-def set_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
+def set_rate(job: Job, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Give the optimizer a step's learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = float(rate(step))
+        group["lr"] = float(job.workload.rate(step))
+
+
+def microbatches(job: Job, sharing: int = 1) -> int:
+    """Parts of the batch in one of the processes that share it."""
+    return max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
+
+
+def mean_of(value: float, sharing: int) -> float:
+    """Mean over processes that share the batch: one all-reduce of 4 bytes."""
+    if sharing == 1:
+        return value
+    summed = torch.tensor(value)
+    dist.all_reduce(summed)
+    return summed.item() / sharing
 
 
 def parts(batch: Any, rank: int, sharing: int, count: int) -> list[Any]:
@@ -85,19 +139,12 @@ def looped(
     `quiet` gives the context of a microbatch, told whether it is the last; `in_loss` one for loss and backward.
     """
     steps = 0
-    count = max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
+    count = microbatches(job, sharing)
     rank = job.rank if sharing > 1 else 0
-
-    def mean(total: float) -> float:
-        if sharing == 1:
-            return total
-        summed = torch.tensor(total)
-        dist.all_reduce(summed)
-        return summed.item() / sharing
 
     def step(batch: Any) -> float:
         nonlocal steps
-        set_rate(optimizer, steps)
+        set_rate(job, optimizer, steps)
         steps += 1
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
@@ -109,12 +156,12 @@ def looped(
             total += whole(loss.detach()).item()
         (clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)))()
         optimizer.step()
-        return mean(total)
+        return mean_of(total, sharing)
 
     def evaluate(batch: Any) -> float:
         with torch.no_grad(), in_loss():
             (rows,) = parts(batch, rank, sharing, 1)
-            return mean(whole(loss_of(job, model, rows)).item())
+            return mean_of(whole(loss_of(job, model, rows)).item(), sharing)
 
     return Runner(step, evaluate, lambda: state_bytes(model, optimizer))
 

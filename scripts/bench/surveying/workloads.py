@@ -1,4 +1,4 @@
-"""Workloads of the survey: sizes, first weights, batches by number, and the learning rate that all contestants have."""
+"""Workloads of the survey: sizes, first weights, batches by number, and learning rates."""
 
 import math
 import subprocess
@@ -16,10 +16,10 @@ from axonn_jax.errors import UserError
 if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
-RATE, WARM_UP, LAST, LEAST = 1e-4, 10, 200, 0.1
-"""At a rate of 1e-3 rounding alone parts the losses of the image task by 1e-2 within 20 steps."""
+WARM_UP, LAST, LEAST = 10, 200, 0.1
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 HELD_OUT_ROWS = 32
+_LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "tied": False}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Workload:
     """Parts of the batch in one process; processes that share the batch share them."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelShape`; none of the image task."""
+    highest: float = 1e-3
+    """Highest learning rate."""
 
     @property
     def is_language(self) -> bool:
@@ -50,6 +52,11 @@ class Workload:
         """Word for the things that are counted."""
         return "tokens" if self.is_language else "images"
 
+    def rate(self, step: Any, xp: Any = np) -> Any:
+        """Learning rate of step 0, 1, ...: a linear warm-up, then a cosine down to a tenth."""
+        cosine = LEAST + (1 - LEAST) / 2 * (1 + xp.cos(math.pi * xp.minimum(step / LAST, 1.0)))
+        return self.highest * xp.minimum((step + 1) / WARM_UP, cosine)
+
     def shape(self) -> "ModelShape":
         """Sizes of the transformer."""
         from axonn_jax.models.config import ModelShape
@@ -65,16 +72,13 @@ def _sizes(layers: int, hidden: int, kv_heads: int, ffn: int, **more: Any) -> di
 WORKLOADS = {
     one.name: one
     for one in (
-        Workload("L1", "GPT, 8 layers of width 256", 16, 8, _sizes(8, 256, 8, 1024)),
-        Workload("V1", "VGG of 8 convolutions on scikit-learn's digits", 64, 1),
+        Workload("L1", "GPT, 8 layers of width 256", 8, 4, _sizes(8, 256, 8, 1024)),
+        Workload("L2", "Llama, 6 layers of width 512, grouped queries", 4, 2, _sizes(6, 512, 4, 1408, **_LLAMA)),
+        # At 1e-3 rounding alone parts losses by 1e-2 within 20 steps.
+        Workload("V1", "VGG of 8 convolutions on scikit-learn's digits", 64, 1, highest=1e-4),
+        Workload("M1", "L1 with 8 experts, 2 a token", 4, 2, _sizes(8, 256, 8, 512, **_LLAMA, experts=8)),
     )
 }
-
-
-def rate(step: Any, xp: Any = np) -> Any:
-    """Learning rate of step 0, 1, ...: a linear warm-up, then a cosine down to a tenth."""
-    cosine = LEAST + (1 - LEAST) / 2 * (1 + xp.cos(math.pi * xp.minimum(step / LAST, 1.0)))
-    return RATE * xp.minimum((step + 1) / WARM_UP, cosine)
 
 
 @dataclass(frozen=True)
