@@ -188,9 +188,9 @@ def test_lines_are_those_of_statements():
 
 def test_rate_rises_then_falls():
     rates = [float(WORKLOADS["L1"].rate(step)) for step in range(400)]
-    assert rates[0] == pytest.approx(1e-3 / WARM_UP)
+    assert rates[0] == pytest.approx(3e-4 / WARM_UP)
     assert np.argmax(rates) == WARM_UP - 1
-    assert rates[-1] == pytest.approx(LEAST * 1e-3)
+    assert rates[-1] == pytest.approx(LEAST * 3e-4)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from surveying.figures import Figures, fastest
 from surveying.race import Entrant, Say, write_weights
 from surveying.workloads import Workload
 
-TARGET = 6.7
+TARGET = 7.2
 """Held-out loss in nats; a fresh model has log(4096) = 8.3."""
 SEEDS = (0, 1, 2)
 BATCHES = (16, 8, 32)
@@ -39,19 +39,20 @@ def race_to_target(
 
 
 def curve(one: Contestant, workload: Workload, folder: Path, seed: int, rows: int) -> list[Point]:
-    """Held-out loss at intervals, until the target; seconds are those of the steps."""
+    """Held-out loss at intervals, until the target; seconds are those of the steps, without compilation."""
     spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": rows, "choice": {}}
     every = EVERY // (rows * workload.seq_len)
     entrant = Entrant(one, spec)
     try:
         points = [{"tokens": 0.0, "seconds": 0.0, "loss": entrant.ask("evaluate")[0]["loss"]}]
         while points[-1]["loss"] > TARGET and points[-1]["tokens"] < MOST_TOKENS:
-            spent = sum(entrant.step()["seconds"] for _ in range(every))
-            last = points[-1]
+            steps, last = [entrant.step()["seconds"] for _ in range(every)], points[-1]
+            if len(points) == 1:
+                steps[0] = sum(steps[1:]) / (every - 1)  # the first one compiles
             points.append(
                 {
                     "tokens": last["tokens"] + every * rows * workload.seq_len,
-                    "seconds": last["seconds"] + spent,
+                    "seconds": last["seconds"] + sum(steps),
                     "loss": entrant.ask("evaluate")[0]["loss"],
                 }
             )

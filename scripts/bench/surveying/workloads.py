@@ -34,7 +34,7 @@ class Workload:
     """Parts of the batch in one process; processes that share the batch share them."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelShape`; none of the image task."""
-    highest: float = 1e-3
+    highest: float = 3e-4
     """Highest learning rate."""
 
     @property
