@@ -142,7 +142,7 @@ def test_a_ratio_below_one_is_said_with_what_takes_longer(work):
 
 def test_the_target_is_reached_between_two_points():
     points = [{"tokens": 0.0, "seconds": 0.0, "loss": TARGET + 1}, {"tokens": 8.0, "seconds": 4.0, "loss": TARGET - 3}]
-    assert reach(points) == {"tokens": 2.0, "seconds": 1.0}
+    assert reach(points) == pytest.approx({"tokens": 2.0, "seconds": 1.0})
     assert reach(points[:1]) is None
 
 
