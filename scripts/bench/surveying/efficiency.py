@@ -21,14 +21,14 @@ Point = Mapping[str, float]
 
 
 def race_to_target(
-    workload: Workload, racers: Sequence[Contestant], batches: Sequence[int], folder: Path, say: Say
+    workload: Workload, racers: Sequence[Contestant], writer: Contestant, folder: Path, say: Say
 ) -> list[dict[str, Any]]:
-    """Curves of all racers on the first batch size and of the first racer on the others, three seeds each."""
+    """Curves of all racers on the first batch size and of the first racer on the others; `writer` makes the weights."""
     curves = []
     for seed in SEEDS:
-        write_weights(workload, folder, seed, racers[0])
-        pairs = [(one, batches[0]) for one in racers]
-        pairs += [(racers[0], rows) for rows in batches[1:]]
+        write_weights(workload, folder, seed, writer)
+        pairs = [(one, BATCHES[0]) for one in racers]
+        pairs += [(racers[0], rows) for rows in BATCHES[1:]]
         for one, rows in pairs:
             points = curve(one, workload, folder, seed, rows)
             reached = reach(points)
