@@ -50,7 +50,7 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     overwrites parts of some MiB before they are sent (jax issue 40830: 3 of 120 sums of 30 MB were wrong, with no
     error). There it is an all-to-all, of the same bytes, and a sum on each device.
     """
-    if not (computes_on_cores(jax.default_backend()) and jax.distributed.is_initialized()):
+    if not (jax.distributed.is_initialized() and computes_on_cores(jax.default_backend())):
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     size = prod(lax.axis_size(axis) for axis in ((axes,) if isinstance(axes, str) else axes))
     moved = lax.all_to_all(x, axes, split_axis=dim, concat_axis=dim, tiled=True)
