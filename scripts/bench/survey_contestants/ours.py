@@ -113,10 +113,11 @@ def _made(
     heat: str, name: str, axes: dict[str, int], peers: tuple[str, ...], where: tuple[str, ...], **memory: Any
 ) -> Contestant:
     split = any(axis in axes for axis in "zyx")
+    weights, moments = (1 / 2 if split else 1.0, 1 / 2 if split or "zero" in memory else 1.0)
     return Contestant(
         name, "axonn_jax", partial(build, axes=axes, memory=memory), "docs/train.md, examples/cnn.py", where, (train,),
         ranks=2 if axes else 1, mpi="pipe" in axes, heat=heat, peers=peers, serial="ours-serial" if axes else "",
-        weights=1 / 2 if split else 1.0, moments=1 / 2 if split or "zero" in memory else 1.0,
+        weights=None if "pipe" in axes else weights, moments=moments,
     )  # fmt: skip
 
 

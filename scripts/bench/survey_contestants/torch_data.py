@@ -79,17 +79,21 @@ def blocks_of(model: Any) -> Any:
 
 
 CONTESTANTS = (
-    Contestant("torch-serial", "torch", serial, TUTORIALS + "beginner/introyt/trainingyt.html", ALL, (serial,), 1),
     Contestant(
-        "torch-serial-compile", "torch", partial(serial, compiled=True),
-        TUTORIALS + "intermediate/torch_compile_tutorial.html", ("L1",), (serial,), 1,
+        "torch-serial", "torch", serial, TUTORIALS + "beginner/introyt/trainingyt.html", ALL, (serial,), 1,
+        weights=1.0, moments=1.0,
     ),
     Contestant(
-        "torch-ddp", "torch", ddp, TUTORIALS + "intermediate/ddp_tutorial.html", ALL, (ddp,), serial="torch-serial"
+        "torch-serial-compile", "torch", partial(serial, compiled=True),
+        TUTORIALS + "intermediate/torch_compile_tutorial.html", ("L1",), (serial,), 1, weights=1.0, moments=1.0,
+    ),
+    Contestant(
+        "torch-ddp", "torch", ddp, TUTORIALS + "intermediate/ddp_tutorial.html", ALL, (ddp,), serial="torch-serial",
+        weights=1.0, moments=1.0,
     ),
     Contestant(
         "torch-zero", "torch", zero, TUTORIALS + "recipes/zero_redundancy_optimizer.html", ALL, (zero,),
-        serial="torch-serial", moments=1 / 2,
+        serial="torch-serial", weights=1.0, moments=1 / 2,
     ),
     Contestant(
         "torch-fsdp2", "torch", fsdp2, TUTORIALS + "intermediate/FSDP_tutorial.html", ALL, (fsdp2, blocks_of),
