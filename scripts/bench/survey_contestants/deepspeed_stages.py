@@ -14,7 +14,7 @@ def stage(job: Job, *, level: int) -> Runner:
 
     side.start(job)
     model = side.model_of(job)
-    count = side.microbatches(job, sharing=2)
+    count = job.microbatches(sharing=2)
     config = {
         "train_micro_batch_size_per_gpu": job.rows // 2 // count,
         "gradient_accumulation_steps": count,

@@ -24,7 +24,7 @@ def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
         lambda: ax.models.Transformer(job.workload.shape(), rngs=nnx.Rngs(job.data.seed), **balance(job)),
         optimizer,
         grid,
-        microbatches=microbatches(job, axes),
+        microbatches=job.microbatches(axes.get("data", 1) * axes.get("z", 1)),
         clip=CLIP,
         memory=ax.MemoryConfig(precision="fp32", **memory),
     )
@@ -58,12 +58,6 @@ def balance(job: Job) -> dict[str, Any]:
     from axonn_jax.experts.shape import MoeConfig
 
     return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
-
-
-def microbatches(job: Job, axes: dict[str, int]) -> int:
-    """Parts of the batch on a device: the size of a part is the same on all grids."""
-    sharing = axes.get("data", 1) * axes.get("z", 1)
-    return max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
 
 
 def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any]) -> Runner:

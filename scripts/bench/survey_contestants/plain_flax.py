@@ -62,7 +62,7 @@ def build(job: Job, *, layout: str) -> Runner:
         return optax.apply_updates(params, updates), state, loss
 
     sharing = job.world if layout != "tensor" else 1
-    count = max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
+    count = job.microbatches(sharing)
 
     def parts(batch: Any, count: int) -> Any:
         return jax.tree.map(lambda a: placed(a.reshape(count, -1, *a.shape[1:]), rows), batch)

@@ -31,7 +31,7 @@ def pipe(job: Job, *, schedule: str) -> Runner:
     mine = nn.ModuleList(stages.values())
     parameters = list(mine.parameters())
     optimizer = side.adamw(parameters, fused=True)
-    count = side.microbatches(job)
+    count = job.microbatches()
 
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()) / count

@@ -29,6 +29,10 @@ class Job:
     choice: Mapping[str, Any]
     """Answer of the planner, for contestants that ask."""
 
+    def microbatches(self, sharing: int = 1) -> int:
+        """Parts of the batch in one of `sharing` processes; the size of a part is the same for all contestants."""
+        return max(1, self.workload.microbatches * self.rows // self.workload.rows // sharing)
+
 
 @dataclass(frozen=True)
 class Runner:

@@ -22,7 +22,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def seconds_of(work: Figures, name: str, key: str = "seconds") -> float:
     """Median of a figure of a contestant's steps."""
-    return quartiles([step[key] for step in work["rows"][name]["steps"]])[1]
+    return float(statistics.median(step[key] for step in work["rows"][name]["steps"]))
 
 
 def timed(work: Figures) -> list[str]:

@@ -101,11 +101,6 @@ def set_rate(job: Job, optimizer: torch.optim.Optimizer, step: int) -> None:
         group["lr"] = float(job.workload.rate(step))
 
 
-def microbatches(job: Job, sharing: int = 1) -> int:
-    """Parts of the batch in one of the processes that share it."""
-    return max(1, job.workload.microbatches * job.rows // job.workload.rows // sharing)
-
-
 def mean_of(value: float, sharing: int) -> float:
     """Mean over processes that share the batch: one all-reduce of 4 bytes."""
     if sharing == 1:
@@ -139,7 +134,7 @@ def looped(
     `quiet` gives the context of a microbatch, told whether it is the last; `in_loss` one for loss and backward.
     """
     steps = 0
-    count = microbatches(job, sharing)
+    count = job.microbatches(sharing)
     rank = job.rank if sharing > 1 else 0
 
     def step(batch: Any) -> float:
