@@ -1,8 +1,11 @@
 """Survey worker: one process of one contestant, `worker_survey.py SPEC`, a JSON object; see `surveying.race`.
 
-It answers `step` with seconds, loss and the core's time, `evaluate` with the held-out loss, `memory` with bytes.
+It answers `step` with seconds, loss and the core's time, `evaluate` with the held-out loss, `memory` with bytes, of
+which those of `settle` are gone.
 """
 
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -38,13 +41,24 @@ class Answers:
             return {"seconds": seconds, "loss": loss, **spent}
         if order == "evaluate":
             return {"loss": self._runner.evaluate(self._job.data.held_out())}
+        if order == "settle":
+            peak = peak_resident()
+            forget_start()
+            return {"with_start": peak}
         return {"resident": peak_resident(), "state": self._runner.state_bytes()}
 
 
 def peak_resident() -> int:
-    """Largest resident memory of this process so far, bytes."""
+    """Largest resident memory of this process since the last `forget_start`, bytes."""
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+def forget_start() -> None:
+    """Return to the system what a compiler has freed, and let the largest resident memory count from now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def serve_mpi(answer: Callable[[str], dict[str, Any]]) -> None:
@@ -54,7 +68,7 @@ def serve_mpi(answer: Callable[[str], dict[str, Any]]) -> None:
     comm = MPI.COMM_WORLD.Dup()
     import numpy as np
 
-    orders = ("end", "step", "evaluate", "memory")
+    orders = ("end", "step", "evaluate", "settle", "memory")
     if comm.rank == 0:
         print(json.dumps({"ready": True}), flush=True)
     while True:

@@ -21,7 +21,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survey"
 
 def row(seconds, user, system=0.0, state=2**20):
     steps = [{"seconds": s, "user": user, "system": system, "sent": 2e6} for s in seconds]
-    return {"steps": steps, "start_s": 1.0, "first_s": 2.0, "state": state, "resident": 2**28}
+    sizes = {"state": state, "resident": 2**28, "with_start": 2**29}
+    return {"steps": steps, "start_s": 1.0, "first_s": 2.0, **sizes}
 
 
 def fact(framework, ranks, serial="", **more):
@@ -94,8 +95,8 @@ def text(work):
         "|ours-data|400 (267 to 444)|-|2.0|1.0 + 2.0|7|",
         "|ours-data|torch-ddp|1.00 (0.75, 1.12)|",
         "|the fastest of ours|the best DeepSpeed stage|2.00 (ours-best, deepspeed-1)|",
-        "`plan` picks data 2 for L1: 1.00 of the speed of ours-zero, the fastest of ours.",
-        "|L1|ours-zero 256 (1.00); torch-zero 256 (1.25); deepspeed-1 256 (0.87)|",
+        "`plan` picks data 2 for L1: 1.00 of the speed of ours-zero, the fastest beside it of ours-data, ours-zero.",
+        "|L1|ours-zero 256 / 512 (1.00); torch-zero 256 / 512 (1.25); deepspeed-1 256 / 512 (0.87)|",
         "|ours-data|8|3,000 (3,000 to 3,000)|6 (6 to 6)|3 of 3|",
         "|torch-ddp|1.95|0.25|0.25|0.05|more compute|",
         "|SC 24|alps|gpt-5b on 512 to gpt-5b on 512|% of peak|50 to 50|55 to 55|10.0%|",
@@ -239,7 +240,7 @@ def test_figures_of_another_form_are_kept_aside(tmp_path):
     kept_aside = run_path(str(SCRIPT))["_kept_aside"]
     assert kept_aside(tmp_path) is None
     path = tmp_path / "survey.json"
-    path.write_text(json.dumps({"version": 2}))
+    path.write_text(json.dumps({"version": 3}))
     assert kept_aside(tmp_path) is None
     path.write_text(json.dumps({"version": 1}))
     kept = kept_aside(tmp_path)

@@ -11,39 +11,38 @@ LANGUAGE = ("L1", "L2", "M1")
 
 
 def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
-    """Make the trainer of a language model: the code that a user writes."""
+    """Make the trainer of a model, this package's or somebody's Flax model: the code that a user writes."""
     import jax.numpy as jnp
     import optax
-    from flax import nnx
 
     import axonn_jax as ax
 
     grid = ax.init(**axes, **joined(job, axes))
-    optimizer = optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY)
+    model, loss = model_of(job, grid)
     return ax.Trainer(
-        lambda: ax.models.Transformer(job.workload.shape(), rngs=nnx.Rngs(job.data.seed), **balance(job)),
-        optimizer,
+        model,
+        optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY),
         grid,
+        loss=loss,
         microbatches=job.microbatches(axes.get("data", 1) * axes.get("z", 1)),
         clip=CLIP,
         memory=ax.MemoryConfig(precision="fp32", **memory),
     )
 
 
-def train_images(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
-    """Make the trainer of somebody's Flax model: the code that a user writes, as in examples/cnn.py."""
+def model_of(job: Job, grid: Any) -> tuple[Any, Any]:
+    """A transformer and its own loss; or a plain Flax model and one, as in examples/cnn.py."""
     import jax.numpy as jnp
-    import optax
+    from flax import nnx
     from surveying import plain_models as models
 
     import axonn_jax as ax
 
-    grid = ax.init(**axes, **joined(job, axes))
+    if job.workload.is_language:
+        shape = job.workload.shape()
+        return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(job.data.seed), **balance(job)), None
     example = jnp.zeros((job.rows, 32, 32, 1))
-    model = ax.parallelize(models.model_of(job), grid, call=lambda model: model(example))
-    optimizer = optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY)
-    memory_config = ax.MemoryConfig(precision="fp32", **memory)
-    return ax.Trainer(model, optimizer, grid, loss=models.loss_of, clip=CLIP, memory=memory_config)
+    return ax.parallelize(models.model_of(job), grid, call=lambda model: model(example)), models.loss_of
 
 
 def joined(job: Job, axes: dict[str, int]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any]) -> Runner:
     """A step on a grid."""
     import jax
 
-    trainer = (train if job.workload.is_language else train_images)(job, axes, memory)
+    trainer = train(job, axes, memory)
     if job.workload.is_language and "pipe" not in axes:
         check_weights(job, trainer.engine.params)
 
@@ -126,6 +125,6 @@ CONTESTANTS = (
     _made("pipe", "ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), ("L1",), offload="optimizer"),
     Contestant(
         "ours-best", "axonn_jax", planned, "docs/plan.md", ("L1",), (train,), mpi=True, serial="ours-serial",
-        heat="data", peers=("ours-data", "ours-zero"), asks_planner=True,
+        heat="plan", peers=("ours-data", "ours-zero", "ours-z", "ours-pipe"), asks_planner=True,
     ),
 )  # fmt: skip

@@ -48,8 +48,9 @@ def _memory(works: Mapping[str, Figures]) -> list[str]:
         for name, row in sorted(work["rows"].items(), key=lambda pair: pair[1]["state"]):
             expected = formula(work, name)
             shown = "-" if expected is None else f"{expected / 2**20:.1f}"
-            rows.append((key, name, f"{row['state'] / 2**20:.1f}", shown, f"{row['resident'] / 2**20:.0f}"))
-    heads = ("workload", "contestant", "weights and optimizer state, MiB", "by formula", "peak resident, MiB")
+            resident = [f"{row[kind] / 2**20:.0f}" for kind in ("resident", "with_start")]
+            rows.append((key, name, f"{row['state'] / 2**20:.1f}", shown, *resident))
+    heads = ("workload", "contestant", "weights and optimizer state, MiB", "by formula", "peak resident", "with start")
     return ["The larger of the two processes.", "", *markdown(heads, rows)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from surveying.appendix import appendix
 from surveying.efficiency import TARGET
 from surveying.figures import Figures, fastest, formula, markdown, parts_of, quartiles, seconds_of, timed
+from surveying.race import STARTING
 
 _NOTES = {
     "torch-fsdp2": "gloo's reduce-scatter is naive (an all-reduce a rank), a handicap that GPUs do not have; DDP, with "
@@ -80,11 +81,12 @@ def _why(work: Figures, ours: str, peer: str) -> str:
 def _planned(works: Mapping[str, Figures]) -> list[str]:
     lines = []
     for key, work in works.items():
-        best = fastest(work, "axonn_jax", but=("ours-best",))
-        if best and "ours-best" in timed(work):
+        over = {one["peer"]: statistics.median(one["rounds"]) for one in work["ratios"] if one["ours"] == "ours-best"}
+        if over:
             axes = ", ".join(f"{axis} {size}" for axis, size in work["choice"]["axes"].items())
-            share = seconds_of(work, best) / seconds_of(work, "ours-best")
-            lines += [f"`plan` picks {axes} for {key}: {share:.2f} of the speed of {best}, the fastest of ours.", ""]
+            best = min(over, key=lambda name: over[name])
+            said = f"`plan` picks {axes} for {key}: {over[best]:.2f} of the speed of {best}, the fastest beside it"
+            lines += [f"{said} of {', '.join(over)}.", ""]
     return lines
 
 
@@ -101,8 +103,9 @@ def _memory(works: Mapping[str, Figures]) -> list[str]:
                 continue
             rows.append((key, "; ".join(f"{name} {_bytes(work, name)}" for name in found)))
     text = (
-        "Peak resident memory of the larger process, MiB (weights and optimizer state over the method's formula, "
-        "12 bytes a parameter less what is divided):"
+        f"Peak resident memory of the larger process in steps after the first {STARTING}, with them (and compilation) "
+        "behind a slash, MiB; in brackets weights and optimizer state over the method's formula, 12 bytes a parameter "
+        "less what is divided:"
     )
     return [text, "", *markdown(("workload", "of the same method"), rows)]
 
@@ -110,7 +113,7 @@ def _memory(works: Mapping[str, Figures]) -> list[str]:
 def _bytes(work: Figures, name: str) -> str:
     row, expected = work["rows"][name], formula(work, name)
     over = "" if expected is None else f" ({row['state'] / expected:.2f})"
-    return f"{row['resident'] / 2**20:.0f}{over}"
+    return f"{row['resident'] / 2**20:.0f} / {row['with_start'] / 2**20:.0f}{over}"
 
 
 def _efficiency(curves: Any) -> list[str]:

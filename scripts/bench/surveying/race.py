@@ -16,6 +16,8 @@ from workers import Worker, free_port, mpirun
 
 TOLERANCE = 1e-3
 """Largest difference of a loss, in nats, within the checked steps: float32 sums in another order, through AdamW."""
+STARTING = 3
+"""First steps, which compile and tune: their memory is counted apart."""
 REFERENCES = ("torch-serial", "jax-serial")
 """Contestants whose losses the others are compared with: the first that runs."""
 Say = Callable[[str], None]
@@ -139,21 +141,27 @@ def enter(contestant: Contestant, spec: Mapping[str, Any], say: Say) -> Entrant:
 def check_losses(entrant: Entrant, steps: int, reference: Sequence[float]) -> dict[str, Any]:
     """Run the steps of the check by itself: losses, largest difference, first step's seconds, bytes of memory.
 
+    Memory is the largest of the steps after the first `STARTING`, and with them.
+
     Raises:
         Failed: a process ended.
     """
     entrant.resume()
-    done = [entrant.step() for _ in range(steps)]
+    done = [entrant.step() for _ in range(STARTING)]
+    started = entrant.ask("settle")
+    done += [entrant.step() for _ in range(STARTING, steps)]
     losses = [one["loss"] for one in done]
     apart = max(abs(a - b) if a == a else float("inf") for a, b in zip(losses, reference or losses, strict=True))
     memory = entrant.ask("memory")
     entrant.pause()
     largest = {key: max(one[key] for one in memory) for key in ("resident", "state")}
+    with_start = max(largest["resident"], *(one["with_start"] for one in started))
     found = {
         "losses": losses,
         "difference": apart,
         "first_s": done[0]["seconds"],
         "start_s": entrant.start_s,
+        "with_start": with_start,
         **largest,
     }
     return {**found, "steps": []}
