@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from axonn_jax.adapters.checksum import checksum_of_files
 from axonn_jax.adapters.config import AdaptedLayer, LoraConfig, StoredLora, layers_of
 from axonn_jax.adapters.layers import spread
-from axonn_jax.adapters.merge import checksum_of_files
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.orbax import reason, stored_array
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes

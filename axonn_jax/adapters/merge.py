@@ -1,20 +1,17 @@
-"""Adapters merged into the weights of their base, on devices, and the checksum by which a base is known again."""
+"""Adapters merged into the weights of their base, on devices."""
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numpy.typing import NDArray
 
+from axonn_jax.adapters.checksum import checksum, number_of, read_numbered
 from axonn_jax.adapters.config import AdaptedLayer, Columns, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import spread
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
@@ -22,14 +19,10 @@ from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
-from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import is_pretrained
 from axonn_jax.models.huggingface.reader import Pretrained
-
-_ODD = (2654435761, 2246822519, 3266489917)
-"""Odd numbers that weigh an entry's place along each dim."""
 
 
 def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
@@ -71,10 +64,12 @@ def merged_weights(
     field = "base"
     folder = base_of(stored, checkpoint, field)
     if is_pretrained(folder):
-        params = load_into(Pretrained(folder, field), read)
+        read_base = partial(load_into, Pretrained(folder, field))
     else:
-        params = load_weights(named_checkpoint(folder, sync, lambda line: None, field), read, sizes)
-    if checksum(params.items(), params, sync) != stored.checksum:
+        read_base = partial(load_weights, named_checkpoint(folder, sync, lambda line: None, field), sizes=sizes)
+    params, rounded = read_numbered(read_base, read)
+    numbers = {name: number_of(value) for name, value in params.items() if name not in rounded} | rounded
+    if checksum(numbers, params, sync) != stored.checksum:
         accepted = f"the base of the adapters in {checkpoint.path}: it has changed since, by its checksum"
         raise UserError(field, str(folder), accepted)
     everywhere = NamedSharding(mesh, P())
@@ -116,43 +111,3 @@ def _merged(
     delta = scale * jnp.dot(a, spread(b, columns, jnp), precision=jax.lax.Precision.HIGHEST)
     made = (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
     return jax.lax.with_sharding_constraint(made, sharding)
-
-
-def checksum(weights: Iterable[tuple[str, Any]], names: Iterable[str], sync: HostSync) -> str:
-    """Return a checksum of a base's weights rounded to bfloat16, the same on every grid and in every precision.
-
-    Every process gives the weights that it holds, of all `names`. Collectives: an all-reduce of a number a weight;
-    between processes 8 bytes a weight and process.
-    """
-    own = {name: int(_mixed(joined(value))) for name, value in weights}
-    names = sorted(names)
-    rows = sync.gathered({0: tuple(float(own.get(name, 0)) for name in names)})  # 32 bits are exact
-    return _digest((name, int(max(held))) for name, held in zip(names, zip(*rows, strict=True), strict=True))
-
-
-def checksum_of_files(weights: Iterable[tuple[str, NDArray[Any]]]) -> str:
-    """Return the same of whole weights on the host, one after another."""
-
-    def number(value: NDArray[Any]) -> int:
-        return int(_weighed(value.astype(ml_dtypes.bfloat16).view(np.uint16), np))
-
-    return _digest(sorted((name, number(value)) for name, value in weights))
-
-
-def _digest(numbers: Iterable[tuple[str, int]]) -> str:
-    return hashlib.sha256("\n".join(f"{name} {number}" for name, number in numbers).encode()).hexdigest()
-
-
-@jax.jit
-def _mixed(array: jax.Array) -> jax.Array:
-    bits: jax.Array = jax.lax.bitcast_convert_type(array.astype(jnp.bfloat16), jnp.uint16)
-    return _weighed(bits, jnp)  # type: ignore[no-any-return]
-
-
-def _weighed(bits: Any, numbers: ModuleType) -> Any:
-    """Sum of the bits of all entries, each times an odd number by its place: zeros beyond a vocabulary add nothing."""
-    place = numbers.ones((), np.uint32)
-    for dim, odd in zip(range(bits.ndim), _ODD, strict=False):
-        along = numbers.arange(bits.shape[dim], dtype=np.uint32) * np.uint32(odd - 1)
-        place = place + along.reshape(*[1] * dim, -1, *[1] * (bits.ndim - dim - 1))
-    return numbers.sum(bits.astype(np.uint32) * place, dtype=np.uint32)

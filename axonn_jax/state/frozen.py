@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from axonn_jax.adapters.checksum import number_of, read_numbered
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.models.stacked import Stack
 from axonn_jax.state.scanned import unstack_params
@@ -26,6 +28,8 @@ class FrozenWeights:
 
     def __init__(self, params: Params, stack: Stack, mesh: Mesh, dtype: Any, *, owned: bool):
         self._stack, self._mesh, self._dtype = stack, mesh, dtype
+        # Taken before weights are rounded to float16, whose rounding bfloat16's does not take back.
+        self._rounded = {name: number_of(value) for name, value in params.items()} if dtype == jnp.float16 else {}
         self.arrays = self._kept(params, owned=owned)
         """Arrays by their names in the programs."""
 
@@ -33,6 +37,11 @@ class FrozenWeights:
     def own(self) -> Mapping[str, Any]:
         """The weights by the layers' own names, of scanned ones a `LayerSlice`; nothing is copied."""
         return unstack_params(self._stack, self.arrays)
+
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers of the weights for `adapters.checksum`, by the layers' own names."""
+        rest = {name: value for name, value in self.own.items() if name not in self._rounded}
+        return {name: number_of(value) for name, value in rest.items()} | self._rounded
 
     @property
     def bytes(self) -> int:
@@ -44,7 +53,8 @@ class FrozenWeights:
         wanted = shapes(self.own)
         for array in self.arrays.values():
             array.delete()
-        self.arrays = self._kept(read(wanted), owned=True)
+        made, self._rounded = read_numbered(read, wanted)
+        self.arrays = self._kept(made, owned=True)
 
     def _kept(self, params: Params, *, owned: bool) -> Params:
         joined = self._stack.join(params, self._mesh, used_up=owned)

@@ -4,15 +4,19 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-from axonn_jax.adapters.merge import checksum, checksum_of_files
+from axonn_jax.adapters.checksum import checksum, checksum_of_files, number_of, read_numbered
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import HostSync, LocalSync
+from axonn_jax.train import loop
 
 CONFIG = pretrained.CONFIGS["llama"]
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
@@ -76,13 +80,22 @@ def resumed(root: Path, folder: Path, *flags: str) -> dict[str, np.ndarray]:
     return params(run / "checkpoints" / "step_00000002")
 
 
-def test_a_run_goes_on_on_another_grid(root, tmp_path):
+def test_a_run_goes_on_on_another_grid(root, tmp_path, monkeypatch):
     """As the run that was not interrupted, which the checkpoint of its first step goes on to."""
+    monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e12)
     got = resumed(root, tmp_path, "--grid.data", "2", "--grid.z", "2", "--train.microbatches", "1")
     want = params(root / "run" / "checkpoints" / "step_00000002")
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
+
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
+    state = pretrained.weights(CONFIG)
+    tokens, kernels = 4 * 16, sum(v.size for n, v in state.items() if v.ndim == 2 and "embed" not in n)
+    adapters = sum(value.size for name, value in want.items() if name.endswith((".adapter.a", ".adapter.b")))
+    attention = 12 * 16 * CONFIG["hidden_size"] * CONFIG["num_hidden_layers"]
+    flops = tokens * (4 * kernels + attention + 6 * adapters)  # frozen kernels have no gradients
+    assert line["mfu"] * line["step_s"] * 4 * 1e12 == pytest.approx(flops)
 
 
 def test_a_pipeline_knows_the_base_of_one_mesh(root, tmp_path):
@@ -90,6 +103,20 @@ def test_a_pipeline_knows_the_base_of_one_mesh(root, tmp_path):
     got = resumed(root, tmp_path, "--grid.pipe", "2", "--grid.y", "2")
     for name, value in params(root / "run" / "checkpoints" / "step_00000002").items():
         assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
+
+
+def test_weights_in_float16_have_the_number_of_those_that_were_read():
+    weight = np.random.default_rng(0).normal(0, 1e-5, (64, 32)).astype(np.float32)  # float16 has 8 bits of it at best
+
+    def read_weights(wanted):
+        (want,) = wanted.values()
+        return {"kernel": jax.device_put(weight.astype(want.dtype), want.sharding)}
+
+    here = SingleDeviceSharding(jax.devices()[0])
+    made, numbers = read_numbered(read_weights, {"kernel": jax.ShapeDtypeStruct((64, 32), np.float16, sharding=here)})
+    assert made["kernel"].dtype == np.float16
+    assert numbers == {"kernel": number_of(weight)} == {"kernel": number_of(weight.astype(jnp.bfloat16))}
+    assert number_of(made["kernel"]) != number_of(weight)
 
 
 class Processes(HostSync):
@@ -107,10 +134,11 @@ class Processes(HostSync):
 
 def test_the_checksum_is_of_every_weight_wherever_it_is_held():
     weights = {f"blocks.{at}.attention.out.kernel": np.full((4, 2), 1.0 + at, np.float32) for at in range(120)}
-    whole = checksum(weights.items(), weights, LocalSync())
+    numbers = {name: number_of(value) for name, value in weights.items()}
+    whole = checksum(numbers, weights, LocalSync())
     assert whole == checksum_of_files(weights.items()) == checksum_of_files(reversed(weights.items()))
     last = list(weights)[-1]
-    assert whole != checksum((weights | {last: -weights[last]}).items(), weights, LocalSync())
+    assert whole != checksum(numbers | {last: number_of(-weights[last])}, weights, LocalSync())
     assert whole != checksum_of_files((weights | {last: weights[last].T.reshape(4, 2) + 1}).items())
 
     # Of two processes, both with the table in the middle.
@@ -119,16 +147,18 @@ def test_the_checksum_is_of_every_weight_wherever_it_is_held():
             self.own = own
             return own[None]
 
-    first, kept = dict(list(weights.items())[:60]), Kept()
-    checksum(first.items(), weights, kept)
-    rest = dict(list(weights.items())[59:])
-    assert whole == checksum(rest.items(), weights, Processes(kept.own[None]))
+    first, kept = dict(list(numbers.items())[:60]), Kept()
+    checksum(first, weights, kept)
+    rest = dict(list(numbers.items())[59:])
+    assert whole == checksum(rest, weights, Processes(kept.own[None]))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_another_precision(root, tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_goes_on_in_another_precision(root, tmp_path, precision):
     """The base's checksum is that of weights rounded to bfloat16, so it is the same."""
-    got = resumed(root, tmp_path, "--memory.precision", "bf16", "--memory.offload", "optimizer")
+    got = resumed(root, tmp_path, "--memory.precision", precision, "--memory.offload", "optimizer")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 0
     for name, value in params(root / "run" / "checkpoints" / "step_00000002").items():
         assert np.abs(got[name] - value).max() < 0.1 * np.abs(value).max(), name
 

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from axonn_jax.adapters.checksum import checksum
 from axonn_jax.adapters.config import LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
-from axonn_jax.adapters.merge import adapters_in, checksum, not_whole
+from axonn_jax.adapters.merge import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.naming import PARAMS, State
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load
@@ -78,8 +79,8 @@ def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
 
 
 def _checksum(engine: Engine, sync: HostSync) -> str:
-    frozen = [pair for store in engine.stores.values() for pair in store.frozen.own.items()]
-    return checksum(frozen, engine.parts.frozen, sync)
+    numbers = {name: number for store in engine.stores.values() for name, number in store.frozen.numbers().items()}
+    return checksum(numbers, engine.parts.frozen, sync)
 
 
 def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
