@@ -126,6 +126,12 @@ def trained_params(shape: ModelShape, config: LoraConfig) -> int:
     return shape.layers * config.rank * sum(rows + columns for rows, columns in pairs)
 
 
+def step_flops(shape: ModelShape, config: LoraConfig, batch: int) -> int:
+    """Return the FLOPs of a step over `batch` sequences that trains adapters, or all weights where there are none."""
+    added = 6 * batch * shape.seq_len * trained_params(shape, config) if config.adapts else 0
+    return shape.step_flops(batch, frozen=config.adapts) + added
+
+
 @dataclass(frozen=True)
 class StoredLora:
     """Facts of adapters in a checkpoint's manifest."""

@@ -11,7 +11,7 @@ from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.rope import Rope
-from axonn_jax.ops.costs import forward_flops, parameters
+from axonn_jax.ops.costs import forward_flops, matmul_flops, parameters
 from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router, mlp_inputs
 from axonn_jax.tensor.kernel_choice import AttentionRule
 
@@ -275,23 +275,24 @@ class ModelShape:
         dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)
         return [(self.moe.first, routed), *([(dense, self.layers - routed)] if routed < self.layers else [])]
 
-    def step_flops(self, batch: int, *, recompute: bool = False) -> int:
+    def step_flops(self, batch: int, *, recompute: bool = False, frozen: bool = False) -> int:
         """Return the FLOPs of one training step over `batch` sequences; the backward pass counts twice the forward.
 
-        With `recompute` the blocks run forward once more. Attention counts in full, as published. For a GPT
-        (ffn = 4 hidden) this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96
-        without (papers: Megatron-LM, AxoNN IPDPS 22, SC 24).
+        With `recompute` the blocks run forward once more, `frozen` weights have no gradients. Attention counts in full,
+        as published. For a GPT (ffn = 4 hidden) this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and
+        with 72 in place of 96 without recomputation (papers: Megatron-LM, AxoNN IPDPS 22, SC 24).
         """
-        blocks, rest = self._forward_flops
-        return batch * ((4 if recompute else 3) * blocks + 3 * rest)
+        blocks, rest, matmuls = self._forward_flops
+        return batch * ((4 if recompute else 3) * blocks + 3 * rest - (matmuls if frozen else 0))
 
     @cached_property
-    def _forward_flops(self) -> tuple[int, int]:
-        """FLOPs of a sequence's forward pass: of the blocks, and of all else."""
-        flops = {True: 0, False: 0}
+    def _forward_flops(self) -> tuple[int, int, int]:
+        """FLOPs of a sequence's forward pass: of the blocks, of all else, and of matmuls with weights in both."""
+        flops, matmuls = {True: 0, False: 0}, 0
         for layer in describe_alone(self):
             flops[layer.in_block] += layer.count * round(forward_flops(layer, self.seq_len))
-        return flops[True], flops[False]
+            matmuls += layer.count * round(matmul_flops(layer))
+        return flops[True], flops[False], matmuls
 
 
 def _divisors(rule: str, of: int, near: int) -> str:

@@ -92,13 +92,13 @@ def parameters(layer: Layer) -> int:
 
 def forward_flops(layer: Layer, tokens: int) -> float:
     """Return the FLOPs of one layer's matmuls and attention in the forward pass of a device's `tokens`."""
-    flops = 0.0
-    for op in operations(layer):
-        if isinstance(op, Multiply):
-            flops += 2 * op.number * op.tokens * op.inner * op.columns
-        elif isinstance(op, Attend):
-            flops += op.flops * tokens
-    return flops
+    return matmul_flops(layer) + tokens * sum(op.flops for op in operations(layer) if isinstance(op, Attend))
+
+
+def matmul_flops(layer: Layer) -> float:
+    """Return the FLOPs of one layer's matmuls with weights, as many as those of the weights' gradients."""
+    multiplied = (op for op in operations(layer) if isinstance(op, Multiply))
+    return sum(2.0 * op.number * op.tokens * op.inner * op.columns for op in multiplied)
 
 
 def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:

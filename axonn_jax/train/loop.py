@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from axonn_jax.adapters.config import step_flops
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.loader import Loader
 from axonn_jax.data.tokenize import files_of as tokenizer_files
@@ -35,8 +36,7 @@ from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer, pruning_of
 
 MOST_SKIPPED = 20
-"""Consecutive steps with infinite or NaN values after which a run ends; fp16's scale falls from largest to least in
-14."""
+"""Consecutive steps that are not finite after which a run ends; fp16's scale falls from largest to least in 14."""
 
 
 class Run:
@@ -248,7 +248,7 @@ class Run:
         used: dict[str, float] = {}
         peak = peak_flops(devices.flat[0].device_kind)
         if peak is not None:
-            flops = self.shape.step_flops(self.config.train.global_batch)
+            flops = step_flops(self.shape, self.config.lora, self.config.train.global_batch)
             used["mfu"] = flops / (step_s * self.config.grid.devices * peak)
         local = [device for device in devices.flat if device.process_index == jax.process_index()]
         stats = local[0].memory_stats() if local else None
