@@ -52,6 +52,20 @@ def test_a_masked_loss_is_that_of_a_plain_loop(axes, memory, tolerance, masked):
     assert int(metrics["skipped"]) == 0
 
 
+def test_a_part_without_targets_counts_for_nothing():
+    """Its own mean is 0 over 0, and that of a replica's rows in a microbatch may be."""
+    batches = models.texts(3)
+    for batch in batches:
+        batch["targets"][: models.ROWS // 8] = 0
+    want = models.plain(models.Language(nnx.Rngs(0)), models.masked_loss, optax.adamw(1e-3), batches)
+    trainer = language(FULL)
+    for batch, (loss, numbers) in zip(batches[:2], want, strict=False):
+        metrics = trainer.step(batch)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
+        assert float(metrics["aux"]["right"]) == pytest.approx(numbers["right"], abs=1e-6)
+    assert trainer.evaluate(batches[2:]) == pytest.approx(want[2][0], rel=1e-6)
+
+
 def test_without_a_weight_microbatches_count_alike(masked):
     trainer = language(FULL, weight=None)
     losses = [float(trainer.step(batch)["loss"]) for batch in models.texts(STEPS)]

@@ -97,7 +97,7 @@ class ReplicaProgram(OnMesh):
             def add(total: jax.Array, microbatch: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
                 share, rows = microbatch
                 result = self.model.run(params, carried, None, _with(batch, rows), training=False)
-                return total + share * result.loss, None
+                return total + _share_of(result.loss, share), None
 
             return _each(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
 
@@ -170,7 +170,7 @@ class ReplicaProgram(OnMesh):
             own = None if key is None else jax.random.fold_in(key, number * self.grid.shape.data + replica)
             result = self.model.run(params, carried, own, _with(batch, rows), training=True)
             changed.update(result.carried)
-            loss = result.loss * share
+            loss = _share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
         backward = jax.value_and_grad(part, has_aux=True)
@@ -179,6 +179,8 @@ class ReplicaProgram(OnMesh):
             total, sums, carried = carry
             number, share, rows = microbatch
             (_, result), grads = backward(params, carried, number, share, rows)
+            if self.weight is not None:  # of a mean over nothing, the gradient times 0 would be NaN
+                grads = {name: jnp.where(share != 0, grad, 0) for name, grad in grads.items()}
             if self.forms is not None:
                 grads |= self.forms.values({name: weight.holding(grads[name]) for name, weight in formed.items()})
             sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
@@ -231,7 +233,12 @@ def _number(share: jax.Array, value: Any) -> jax.Array:
     if jnp.shape(value) != ():
         given = f"an array of shape {jnp.shape(value)} beside the loss"
         raise UserError("loss", given, "numbers, which are averaged as the loss is: take a mean over the rows")
-    return share * jnp.asarray(value, jnp.float32)
+    return _share_of(jnp.asarray(value, jnp.float32), share)
+
+
+def _share_of(value: jax.Array, share: jax.Array) -> jax.Array:
+    """Return a part's share of a mean: 0 where nothing in the part counts, whatever its value."""
+    return jnp.where(share != 0, value * share, 0)
 
 
 def _rows_of(batch: Any) -> list[jax.Array]:
