@@ -8,7 +8,7 @@ from runpy import run_path
 
 import numpy as np
 import pytest
-from surveying.contestant import FOLDER, found, lines_of_code
+from surveying.contestant import FOLDER, first_peers, found, lines_of_code
 from surveying.efficiency import TARGET, fastest_of_each, reach
 from surveying.figures import formula, parts_of
 from surveying.judge import page
@@ -138,7 +138,7 @@ def test_a_ratio_below_one_is_said_with_what_takes_longer(work):
         "ours": "torch-ddp", "peer": "ours-zero",
         "rounds": in_rounds([{"seconds": 2.5}] * 3, [{"seconds": 2.0}] * 3),
     }  # fmt: skip
-    assert "* L1 torch-ddp over ours-zero: more compute 0.25 s a step, against 0.00" in page(survey_of(work))
+    assert "* L1, more compute: torch-ddp over ours-zero (0.25, not 0.00)" in page(survey_of(work))
 
 
 def test_the_target_is_reached_between_two_points():
@@ -169,6 +169,13 @@ def test_contestants_stand_in_heats_with_their_peers():
             assert set(one.peers) <= set(everyone)
             assert one.serial in (*everyone, "")
     assert all(len(path.read_text().splitlines()) <= 150 for path in FOLDER.glob("*.py"))
+
+
+def test_a_quick_survey_has_one_peer_of_each():
+    names = first_peers(found())
+    assert {"torch-serial", "ours-data", "torch-ddp", "ours-pipe", "torch-pp-1f1b"} <= names
+    assert not {"ours-best", "jax-data", "deepspeed-0"} & names
+    assert len(names) < 16
 
 
 def counted():

@@ -83,6 +83,12 @@ def found() -> dict[str, Contestant]:
     return {one.name: one for module in modules for one in module.CONTESTANTS}
 
 
+def first_peers(everyone: Mapping[str, Contestant]) -> set[str]:
+    """Names of those that have a peer, but for the planner's choice, and the first peer of each."""
+    compared = [one for one in everyone.values() if one.peers and not one.asks_planner]
+    return {name for one in compared for name in (one.name, one.peers[0])}
+
+
 def lines_of_code(parts: tuple[Callable[..., Any] | type, ...]) -> int:
     """Lines of statements in functions and classes: no blank lines, comments and docstrings."""
     count = 0

@@ -9,6 +9,8 @@ from surveying.efficiency import TARGET
 from surveying.figures import Figures, fastest, formula, markdown, parts_of, quartiles, seconds_of, timed
 from surveying.race import STARTING
 
+PLANNED = "ours-best"
+"""Contestant that trains on the planner's choice."""
 _NOTES = {
     "torch-fsdp2": "gloo's reduce-scatter is naive (an all-reduce a rank), a handicap that GPUs do not have; DDP, with "
     "all-reduces alone, is the fair neighbour",
@@ -52,36 +54,40 @@ def _head(figures: Figures) -> str:
 
 def _peers(works: Mapping[str, Figures]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    below = []
+    below: dict[str, list[str]] = {}
     for key, work in works.items():
-        for one in work["ratios"]:
+        for one in (each for each in work["ratios"] if each["ours"] != PLANNED):
             low, middle, high = quartiles(one["rounds"])
             cells.setdefault((one["ours"], one["peer"]), {})[key] = f"{middle:.2f} ({low:.2f}, {high:.2f})"
             if middle < 1:
-                below.append(f"* {key} {one['ours']} over {one['peer']}: {_why(work, one['ours'], one['peer'])}")
+                part, seconds = _why(work, one["ours"], one["peer"])
+                below.setdefault(f"{key}, {part}", []).append(f"{one['ours']} over {one['peer']} ({seconds})")
         best, other = fastest(work, "axonn_jax"), fastest(work, "deepspeed")
         if best and other:
             shown = f"{seconds_of(work, other) / seconds_of(work, best):.2f} ({best}, {other})"
             cells.setdefault(("the fastest of ours", "the best DeepSpeed stage"), {})[key] = shown
     rows = [(ours, peer, *(cell.get(key, "") for key in works)) for (ours, peer), cell in cells.items()]
-    said = ["Below 1, and where the time goes:", "", *below] if below else ["None is below 1."]
+    said = [f"* {why}: {', '.join(pairs)}" for why, pairs in below.items()]
+    said = (
+        ["Below 1, with the part of a step that takes longer, seconds:", "", *said] if below else ["None is below 1."]
+    )
     notes = [f"{name}: {note}." for name, note in _NOTES.items() if any(name in timed(work) for work in works.values())]
     heads = ("ours", "over", *works)
     intro = "Speed over a peer's, round by round; quartiles in brackets."
     return [intro, "", *markdown(heads, rows), "", *said, "", *_planned(works), *notes]
 
 
-def _why(work: Figures, ours: str, peer: str) -> str:
-    """The part of a step in which ours spends most beyond the peer."""
+def _why(work: Figures, ours: str, peer: str) -> tuple[str, str]:
+    """The part of a step in which ours spends most beyond the peer, and the seconds of both."""
     mine, theirs = parts_of(work, ours), parts_of(work, peer)
     part = max(mine, key=lambda name: mine[name] - theirs[name])
-    return f"{part} {mine[part]:.2f} s a step, against {theirs[part]:.2f}"
+    return part, f"{mine[part]:.2f}, not {theirs[part]:.2f}"
 
 
 def _planned(works: Mapping[str, Figures]) -> list[str]:
     lines = []
     for key, work in works.items():
-        over = {one["peer"]: statistics.median(one["rounds"]) for one in work["ratios"] if one["ours"] == "ours-best"}
+        over = {one["peer"]: statistics.median(one["rounds"]) for one in work["ratios"] if one["ours"] == PLANNED}
         if over:
             axes = ", ".join(f"{axis} {size}" for axis, size in work["choice"]["axes"].items())
             best = min(over, key=lambda name: over[name])
