@@ -10,7 +10,7 @@ ALL = ("L1", "L2", "V1", "M1")
 LANGUAGE = ("L1", "L2", "M1")
 
 
-def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
+def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, Any], pipeline: dict[str, Any]) -> Any:
     """Make the trainer of a model, this package's or somebody's Flax model: the code that a user writes."""
     import jax.numpy as jnp
     import optax
@@ -24,9 +24,10 @@ def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
         optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY),
         grid,
         loss=loss,
-        microbatches=job.microbatches(axes.get("data", 1) * axes.get("z", 1)),
+        microbatches=microbatches,
         clip=CLIP,
         memory=ax.MemoryConfig(precision="fp32", **memory),
+        pipeline=ax.PipelineConfig(**pipeline),
     )
 
 
@@ -59,11 +60,19 @@ def balance(job: Job) -> dict[str, Any]:
     return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
 
 
-def build(job: Job, *, axes: dict[str, int], memory: dict[str, Any]) -> Runner:
-    """A step on a grid."""
+def build(
+    job: Job,
+    *,
+    axes: dict[str, int],
+    memory: dict[str, Any],
+    microbatches: int = 0,
+    pipeline: dict[str, Any] = {},  # noqa: B006
+) -> Runner:
+    """A step on a grid, in microbatches as large as all contestants' or in so many."""
     import jax
 
-    trainer = train(job, axes, memory)
+    alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1))
+    trainer = train(job, axes, microbatches or alike, memory, pipeline)
     if job.workload.is_language and "pipe" not in axes:
         check_weights(job, trainer.engine.params)
 
@@ -98,8 +107,8 @@ def check_weights(job: Job, params: Any) -> None:
 
 
 def planned(job: Job) -> Runner:
-    """A step on the grid that `axonn-jax plan` picks."""
-    return build(job, axes=dict(job.choice["axes"]), memory=dict(job.choice["memory"]))
+    """A step as `axonn-jax plan` picks it."""
+    return build(job, **job.choice)
 
 
 def _made(

@@ -89,7 +89,8 @@ def _planned(works: Mapping[str, Figures]) -> list[str]:
     for key, work in works.items():
         over = {one["peer"]: statistics.median(one["rounds"]) for one in work["ratios"] if one["ours"] == PLANNED}
         if over:
-            axes = ", ".join(f"{axis} {size}" for axis, size in work["choice"]["axes"].items())
+            chosen = {**work["choice"]["axes"], "microbatches": work["choice"]["microbatches"]}
+            axes = ", ".join(f"{name} {value}" for name, value in chosen.items())
             best = min(over, key=lambda name: over[name])
             said = f"`plan` picks {axes} for {key}: {over[best]:.2f} of the speed of {best}, the fastest beside it"
             lines += [f"{said} of {', '.join(over)}.", ""]

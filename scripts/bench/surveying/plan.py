@@ -12,7 +12,7 @@ from workers import mpirun
 
 
 def planned(workload: Workload, folder: Path) -> dict[str, Any]:
-    """Axes and memory settings of the fastest grid of two."""
+    """Axes, microbatches, and settings of memory and pipeline of the fastest grid of two."""
     from axonn_jax.planner.machines.machine_file import load_machine
     from axonn_jax.planner.request import OverlapFlags, PlanRequest
     from axonn_jax.planner.search import search
@@ -32,4 +32,6 @@ def planned(workload: Workload, folder: Path) -> dict[str, Any]:
     best = search(request, 2, SearchSpace(), request.memory_limit()).best[0].candidate
     axes = {name: size for name, size in asdict(best.grid).items() if size > 1}
     memory = {"zero": int(best.zero), "offload": "optimizer" if best.offload else "none"}
-    return {"axes": axes, "memory": {**memory, "activations": best.activations, "reshard_after": best.reshard_after}}
+    memory |= {"activations": best.activations, "reshard_after": best.reshard_after}
+    pipeline = {"virtual_stages": best.virtual_stages, "in_flight": best.in_flight}
+    return {"axes": axes, "microbatches": best.microbatches, "memory": memory, "pipeline": pipeline}
