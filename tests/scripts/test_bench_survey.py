@@ -13,7 +13,7 @@ from surveying.efficiency import TARGET, fastest_of_each, reach
 from surveying.figures import formula, parts_of
 from surveying.judge import page
 from surveying.plots import draw
-from surveying.race import heats, in_rounds
+from surveying.race import Failed, heats, in_rounds, take_turns
 from surveying.workloads import LEAST, WARM_UP, WORKLOADS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survey"
@@ -169,6 +169,38 @@ def test_contestants_stand_in_heats_with_their_peers():
             assert set(one.peers) <= set(everyone)
             assert one.serial in (*everyone, "")
     assert all(len(path.read_text().splitlines()) <= 150 for path in FOLDER.glob("*.py"))
+
+
+class Standing:
+    """An entrant whose process ends in a step of this number."""
+
+    def __init__(self, ends_at=0):
+        self.left = ends_at
+
+    def resume(self):
+        self.left -= 1
+
+    def step(self):
+        if self.left == 0:
+            raise Failed("it is gone")
+        return {"seconds": 1.0}
+
+    def pause(self):
+        pass
+
+
+def test_a_contestant_that_ends_is_failed_and_the_others_go_on():
+    failed = {}
+    taken = take_turns({"a": Standing(), "b": Standing(ends_at=2), "c": Standing()}, 2, failed)
+    assert {name: len(steps) for name, steps in taken.items()} == {"a": 2, "c": 2}
+    assert failed == {"b": "ends when others take turns: it is gone"}
+
+
+def test_the_planners_choice_is_started_as_it_needs():
+    best = found()["ours-best"]
+    assert best.choosing({"axes": {"pipe": 2}}).mpi
+    assert not best.choosing({"axes": {"data": 2}}).mpi  # jax.distributed takes a process that is stopped for dead
+    assert found()["ours-pipe"].choosing({"axes": {"data": 2}}).mpi
 
 
 def test_a_quick_survey_has_one_peer_of_each():

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,10 @@ class Contestant:
     asks_planner: bool = False
     needs: str = ""
     """Package that the environment may lack."""
+
+    def choosing(self, choice: Mapping[str, Any]) -> "Contestant":
+        """Itself, started as the planner's `choice` needs if it asks for one: mpirun starts pipelines alone."""
+        return replace(self, mpi="pipe" in choice["axes"]) if self.asks_planner else self
 
 
 def found() -> dict[str, Contestant]:

@@ -12,7 +12,10 @@ from workers import mpirun
 
 
 def planned(workload: Workload, folder: Path) -> dict[str, Any]:
-    """Axes, microbatches, and settings of memory and pipeline of the fastest grid of two."""
+    """Axes, microbatches, and settings of memory and pipeline of the fastest grid of two.
+
+    A microbatch has as many sequences as those of all contestants.
+    """
     from axonn_jax.planner.machines.machine_file import load_machine
     from axonn_jax.planner.request import OverlapFlags, PlanRequest
     from axonn_jax.planner.search import search
@@ -29,7 +32,11 @@ def planned(workload: Workload, folder: Path) -> dict[str, Any]:
     machine = load_machine(str(path)).shared(2)
     nothing = OverlapFlags(gathers=False, scatters=False, gradients=False, forward=False)  # as on XLA's CPU backend
     request = PlanRequest(shape, machine, workload.rows, "fp32", switches=nothing)
-    best = search(request, 2, SearchSpace(), request.memory_limit()).best[0].candidate
+    best = (
+        search(request, 2, SearchSpace(sequences=workload.rows // workload.microbatches), request.memory_limit())
+        .best[0]
+        .candidate
+    )
     axes = {name: size for name, size in asdict(best.grid).items() if size > 1}
     memory = {"zero": int(best.zero), "offload": "optimizer" if best.offload else "none"}
     memory |= {"activations": best.activations, "reshard_after": best.reshard_after}

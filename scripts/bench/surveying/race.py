@@ -92,7 +92,7 @@ class Failed(Exception):
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if any(map(str.isalpha, line))]
     errors = [line for line in lines if "Error" in line or line.startswith("error")]
     return (errors or lines or ["no output"])[-1][:200]
 
@@ -167,14 +167,19 @@ def check_losses(entrant: Entrant, steps: int, reference: Sequence[float]) -> di
     return {**found, "steps": []}
 
 
-def take_turns(entrants: dict[str, Entrant], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """So many steps of each in turns, behind one that warms up."""
+def take_turns(entrants: dict[str, Entrant], rounds: int, failed: dict[str, str]) -> dict[str, list[dict[str, float]]]:
+    """So many steps of each in turns, behind one that warms up; one that ends is `failed` and has none."""
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in entrants}
     for number in range(rounds + 1):
-        for name, entrant in entrants.items():
-            entrant.resume()
-            step = entrant.step()
-            entrant.pause()
+        for name, entrant in [(name, entrants[name]) for name in taken]:
+            try:
+                entrant.resume()
+                step = entrant.step()
+                entrant.pause()
+            except (Failed, OSError) as reason:
+                failed[name] = f"ends when others take turns: {reason}"
+                del taken[name]
+                continue
             if number:
                 taken[name].append(step)
     return taken
@@ -226,7 +231,7 @@ def survey(workload: Workload, contestants: Sequence[Contestant], settings: Sett
                     continue
                 reference = reference or row["losses"]
                 rows[one.name] = row
-            taken = take_turns(entrants, settings.rounds) if settings.rounds else {}
+            taken = take_turns(entrants, settings.rounds, failed) if settings.rounds else {}
         finally:
             for entrant in entrants.values():
                 entrant.close()
