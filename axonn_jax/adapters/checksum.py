@@ -47,6 +47,11 @@ def number_of(weight: Any) -> int:
     return int(_mixed(joined(weight)))
 
 
+def numbers_of(weights: Mapping[str, Any], rounded: Mapping[str, int]) -> dict[str, int]:
+    """Return the numbers of weights by name, of float16 ones those that are known from before they were `rounded`."""
+    return {name: rounded[name] if name in rounded else number_of(value) for name, value in weights.items()}
+
+
 def read_numbered(
     read: Callable[[Mapping[str, Any]], Params], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Params, dict[str, int]]:

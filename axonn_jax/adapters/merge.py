@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.adapters.checksum import checksum, number_of, read_numbered
+from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
 from axonn_jax.adapters.config import AdaptedLayer, Columns, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import spread
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
@@ -68,8 +68,7 @@ def merged_weights(
     else:
         read_base = partial(load_weights, named_checkpoint(folder, sync, lambda line: None, field), sizes=sizes)
     params, rounded = read_numbered(read_base, read)
-    numbers = {name: number_of(value) for name, value in params.items() if name not in rounded} | rounded
-    if checksum(numbers, params, sync) != stored.checksum:
+    if checksum(numbers_of(params, rounded), params, sync) != stored.checksum:
         accepted = f"the base of the adapters in {checkpoint.path}: it has changed since, by its checksum"
         raise UserError(field, str(folder), accepted)
     everywhere = NamedSharding(mesh, P())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from axonn_jax.adapters.checksum import number_of, read_numbered
+from axonn_jax.adapters.checksum import numbers_of, read_numbered
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.models.stacked import Stack
 from axonn_jax.state.scanned import unstack_params
@@ -29,7 +29,7 @@ class FrozenWeights:
     def __init__(self, params: Params, stack: Stack, mesh: Mesh, dtype: Any, *, owned: bool):
         self._stack, self._mesh, self._dtype = stack, mesh, dtype
         # Taken before weights are rounded to float16, whose rounding bfloat16's does not take back.
-        self._rounded = {name: number_of(value) for name, value in params.items()} if dtype == jnp.float16 else {}
+        self._rounded = numbers_of(params, {}) if dtype == jnp.float16 else {}
         self.arrays = self._kept(params, owned=owned)
         """Arrays by their names in the programs."""
 
@@ -40,8 +40,7 @@ class FrozenWeights:
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of the weights for `adapters.checksum`, by the layers' own names."""
-        rest = {name: value for name, value in self.own.items() if name not in self._rounded}
-        return {name: number_of(value) for name, value in rest.items()} | self._rounded
+        return numbers_of(self.own, self._rounded)
 
     @property
     def bytes(self) -> int:

@@ -67,10 +67,10 @@ def _peers(works: Mapping[str, Figures]) -> list[str]:
             shown = f"{seconds_of(work, other) / seconds_of(work, best):.2f} ({best}, {other})"
             cells.setdefault(("the fastest of ours", "the best DeepSpeed stage"), {})[key] = shown
     rows = [(ours, peer, *(cell.get(key, "") for key in works)) for (ours, peer), cell in cells.items()]
-    said = [f"* {why}: {', '.join(pairs)}" for why, pairs in below.items()]
-    said = (
-        ["Below 1, with the part of a step that takes longer, seconds:", "", *said] if below else ["None is below 1."]
-    )
+    said = ["None is below 1."]
+    if below:
+        reasons = [f"* {why}: {', '.join(pairs)}" for why, pairs in below.items()]
+        said = ["Below 1, with the part of a step that takes longer, seconds:", "", *reasons]
     notes = [f"{name}: {note}." for name, note in _NOTES.items() if any(name in timed(work) for work in works.values())]
     heads = ("ours", "over", *works)
     intro = "Speed over a peer's, round by round; quartiles in brackets."

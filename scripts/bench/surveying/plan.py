@@ -32,11 +32,8 @@ def planned(workload: Workload, folder: Path) -> dict[str, Any]:
     machine = load_machine(str(path)).shared(2)
     nothing = OverlapFlags(gathers=False, scatters=False, gradients=False, forward=False)  # as on XLA's CPU backend
     request = PlanRequest(shape, machine, workload.rows, "fp32", switches=nothing)
-    best = (
-        search(request, 2, SearchSpace(sequences=workload.rows // workload.microbatches), request.memory_limit())
-        .best[0]
-        .candidate
-    )
+    space = SearchSpace(sequences=workload.rows // workload.microbatches)
+    best = search(request, 2, space, request.memory_limit()).best[0].candidate
     axes = {name: size for name, size in asdict(best.grid).items() if size > 1}
     memory = {"zero": int(best.zero), "offload": "optimizer" if best.offload else "none"}
     memory |= {"activations": best.activations, "reshard_after": best.reshard_after}

@@ -171,7 +171,8 @@ def take_turns(entrants: dict[str, Entrant], rounds: int, failed: dict[str, str]
     """So many steps of each in turns, behind one that warms up; one that ends is `failed` and has none."""
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in entrants}
     for number in range(rounds + 1):
-        for name, entrant in [(name, entrants[name]) for name in taken]:
+        for name in list(taken):
+            entrant = entrants[name]
             try:
                 entrant.resume()
                 step = entrant.step()
