@@ -1,4 +1,4 @@
-"""The README's example is the file in examples/, and trains; so does the pipeline of plain Flax layers."""
+"""The examples train; so does the pipeline of plain Flax layers."""
 
 import os
 import re
@@ -12,13 +12,6 @@ import texts
 from axonn_jax.data.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_readme_shows_the_example():
-    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    example = (ROOT / "examples" / "library.py").read_text()
-    code = [line for line in shown.splitlines() if line and not any(word in line for word in ("Loader(", "for step"))]
-    assert all(line in example for line in code), [line for line in code if line not in example]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 import subprocess
 import sys
 
+import mpi_runs
 import pytest
-import runs
 import texts
 from launched import CONFIG
 
@@ -35,7 +35,7 @@ def one_process(prepared, tmp_path_factory):
     def run(model):
         if model not in done:
             done[model] = folder / model.replace(" ", "_")
-            assert main(["train", *runs.words(model, folder, prepared, done[model])]) == 0
+            assert main(["train", *mpi_runs.words(model, folder, prepared, done[model])]) == 0
         return done[model]
 
     return run
@@ -43,18 +43,18 @@ def one_process(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_of(prepared, tmp_path_factory):
-    """The directory of a case of runs.py, and what its run said; fails where it did not end well."""
+    """The directory of a case of mpi_runs.py, and what its run said; fails where it did not end well."""
     folder, started = tmp_path_factory.mktemp("runs"), {}
 
     def run(name):
-        start = runs.start_of(name)
+        start = mpi_runs.start_of(name)
         if start not in started:
-            started[start] = runs.run_start(start, folder, prepared)
+            started[start] = mpi_runs.run_start(start, folder, prepared)
         done, texts = started[start]
         text = texts.get(name)
         assert text is not None, f"not begun; the start ended with {done.returncode}: {done.stderr[-3000:]}"
         assert "\ntrained " in text, f"status {done.returncode}: {text[-3000:]}"
-        return folder / runs.directory_of(name), text
+        return folder / mpi_runs.directory_of(name), text
 
-    run.status = lambda name: (run(name), started[runs.start_of(name)][0].returncode)[1]
+    run.status = lambda name: (run(name), started[mpi_runs.start_of(name)][0].returncode)[1]
     return run

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from launched import UNDER_MPIRUN, curves, errors
-from runs import EVERY_CASE, MODELS, SLOW_CASES, start_of, words
+from mpi_runs import EVERY_CASE, MODELS, SLOW_CASES, start_of, words
 
 from axonn_jax.cli.main import main
 from axonn_jax.timeline.spans import last_whole_step
