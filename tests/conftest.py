@@ -1,8 +1,10 @@
 """Strictness for the whole suite: 8 virtual CPU devices, strict dtype promotion, warnings as errors."""
 
+import ctypes
 import gc
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -17,6 +19,38 @@ jax.config.update("jax_traceback_in_locations_limit", 1)  # of each operation tr
 # Tracing makes millions of objects that nothing else holds: looking for circles among them took a tenth of the time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
+
+
+LONG = frozenset(Path(__file__).with_name("long.txt").read_text().splitlines())
+MEGABYTES = 1500  # of a worker, above which it drops its programs
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Marks the tests of long.txt, where a line is a file, a function or one of its cases."""
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        if LONG & {file, f"{file}::{test.partition('[')[0]}", item.nodeid}:
+            item.add_marker("long")
+
+
+def resident():
+    """Returns the memory of this process, MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Drops what a file has made, results that its functions cache and all programs, behind its last test."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        for value in vars(item.module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
+        if resident() > MEGABYTES:
+            jax.clear_caches()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
