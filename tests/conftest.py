@@ -26,12 +26,17 @@ MEGABYTES = 1500  # of a worker, above which it drops its programs
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks the tests of long.txt, where a line is a file, a function or one of its cases."""
+    names = {item: (item.location[0], item.nodeid.partition("[")[0], item.nodeid) for item in items}
     for item in items:
-        file, _, test = item.nodeid.partition("::")
-        if LONG & {file, f"{file}::{test.partition('[')[0]}", item.nodeid}:
+        if not LONG.isdisjoint(names[item]):
             item.add_marker("long")
+    if not any("::" in word for word in config.args):  # these are whole files
+        there = {name for item in items for name in names[item]}
+        gone = {name.partition("[")[0] for name in LONG if name.partition("::")[0] in there} - there
+        if gone:
+            raise pytest.UsageError(f"tests/long.txt names no test: {', '.join(sorted(gone))}")
 
 
 def resident():
@@ -45,8 +50,8 @@ def pytest_runtest_teardown(item, nextitem):
     yield
     if nextitem is None or nextitem.path != item.path:
         for value in vars(item.module).values():
-            if callable(clear := getattr(value, "cache_clear", None)):
-                clear()
+            if hasattr(value, "cache_clear") and value.__module__ == item.module.__name__:
+                value.cache_clear()
         if resident() > MEGABYTES:
             jax.clear_caches()
             gc.collect()

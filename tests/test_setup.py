@@ -108,6 +108,25 @@ def test_cuda_is_a_folder_with_the_header_not_any_nvcc(setup: ModuleType, tmp_pa
     assert setup.find_cuda({"PATH": "", "CUDA_HOME": str(toolkit)}, usual=tmp_path / "none") == toolkit
 
 
+@pytest.mark.parametrize(
+    ("settings", "uv", "asked"),
+    [
+        ("", "exit 0", "uv"),
+        ("global.extra-index-url='/wheels'", "exit 0", "uv"),
+        ("global.index-url='https://mirror'", "exit 0", "pip"),
+        ("", "exit 1", "uv pip"),
+    ],
+)
+def test_uv_installs_where_it_can(setup: ModuleType, tmp_path: Path, settings: str, uv: str, asked: str) -> None:
+    log = tmp_path / "log"
+    program(tmp_path / "bin/python", f'case "$*" in *config*) echo "{settings}";; *"-m uv"*) {uv};; esac')
+    installer = setup.Installer(tmp_path, log, 0.0)
+    installer.tools()
+    log.write_text("")
+    installer.pip("numpy")
+    assert re.findall(r"-m (\w+) .*numpy", log.read_text()) == asked.split()
+
+
 def run_setup(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(root / "scripts/setup"), *arguments]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("AXONN_")}
