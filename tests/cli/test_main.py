@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -299,7 +300,7 @@ def test_only_one_line_under_mpirun(tmp_path):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 @pytest.mark.parametrize(("words", "status"), [("--version", 0), ("doctor --help", 0), ("trian", 2)])
 def test_closed_streams_change_no_status(words, status, closed):
-    line = f"{sys.executable} -m axonn_jax.cli.main {words} {closed}"
+    line = f"{shlex.quote(sys.executable)} -m axonn_jax.cli.main {words} {closed}"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == status, done.stderr
@@ -310,7 +311,7 @@ def test_a_file_opened_later_takes_no_closed_stream():
     code = (
         "import sys; from axonn_jax.cli.main import main; main(['--version']); print(open('/dev/null').fileno() > 2, "
     )
-    line = f'{sys.executable} -c "{code}file=sys.stderr)" >&- <&-'
+    line = f'{shlex.quote(sys.executable)} -c "{code}file=sys.stderr)" >&- <&-'
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=60)
     assert done.stderr == "True\n"

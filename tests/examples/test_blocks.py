@@ -154,7 +154,7 @@ def checkout(text, tmp_path):
     short = f'case " $* " in *" train "*) set -- "$@" {SHORT} --train.steps "$STEPS";; esac'
     (commands / "axonn-jax").write_text(f'#!/bin/sh\n{short}\nexec {shlex.join(AXONN)} "$@"\n')
     for name in ("python", "python3"):
-        (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (commands / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
     return tmp_path

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def shell(line, folder, prepared):
     (folder / "runs" / "text").symlink_to(prepared)
     shutil.copytree(ROOT / "examples", folder / "examples")
     command = folder / "axonn-jax"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m axonn_jax.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m axonn_jax.cli.main "$@"\n')
     command.chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(MPIRUN).parent), os.environ["PATH"]])
     env = {**environment(), "PATH": path, "PYTHONPATH": str(ROOT)}
