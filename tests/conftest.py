@@ -46,7 +46,7 @@ def resident():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Drops what a file has made, results that its functions cache and all programs, behind its last test."""
+    """Empties the caches of a file's functions behind its last test, and those of jax where the worker has grown."""
     yield
     if nextitem is None or nextitem.path != item.path:
         for value in vars(item.module).values():

@@ -7,7 +7,7 @@ from runpy import run_path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_most_lines_a_second_are_quick(tmp_path, monkeypatch, capsys):
+def test_the_most_lines_a_second_are_quick(tmp_path, capsys):
     tiers = run_path(str(ROOT / "scripts" / "tiers"))
     seconds = {"a/test_b::c": 0.1, "a/test_b::wide[x-1]": 300, "a/test_b::wide[y]": 500, "a/test_d/TestE::f": 300}
     rows = [f"{value}\ta\t{test}" for test, value in seconds.items()]
