@@ -40,16 +40,23 @@ def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: A
         return with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
 
+_DRIVEN = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
+
+
+def check_optimizer_type(optimizer: Any) -> None:
+    """Raise ``UserError`` for what is no optax transformation."""
+    if not isinstance(optimizer, GradientTransformation):
+        raise UserError("optimizer", type(optimizer).__name__, _DRIVEN)
+
+
 def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
     """Raise ``UserError`` naming the transformation that `updated` cannot drive; tried on shapes."""
-    accepted = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
-    if not isinstance(optimizer, GradientTransformation):
-        raise UserError("optimizer", type(optimizer).__name__, accepted)
+    check_optimizer_type(optimizer)
     if (error := _failure(optimizer, params)) is not None:
         faulty = [_name(link) for link in _links(optimizer) if _failure(link, params) is not None]
         reason = (str(error).splitlines() or [""])[0]
         shown = ", ".join(faulty) or _name(optimizer)
-        raise UserError("optimizer", shown, f"{accepted} ({type(error).__name__}: {reason})") from error
+        raise UserError("optimizer", shown, f"{_DRIVEN} ({type(error).__name__}: {reason})") from error
 
 
 def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | None:

@@ -106,6 +106,10 @@ class ParamStore:
         """Take forms over; nothing is compiled."""
         self.forms = None if chosen is None else chosen.forms
         """Forms of the parameters that are not plain arrays, by the layers' own names."""
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Call `build` again, for the same forms."""
         self.stack, self.placement = self._build(self.forms)
         self.mesh = self.placement.mesh
         self._apply: Apply | None = None

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
@@ -20,6 +21,7 @@ from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.job import loss_job
+from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
 
@@ -83,6 +85,8 @@ class Trainer:
         *,
         loss: Callable[[Any, Any], Any] | None = None,
         weight: Callable[[Any], Any] | None = None,
+        rows: Rows = "auto",
+        wrt: Any = nnx.Param,
         microbatches: int = 1,
         clip: float = 0.0,
         seed: int = 0,
@@ -99,7 +103,7 @@ class Trainer:
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         with grid.entered():
             if loss is not None:
-                job = loss_job(model, optimizer, grid, loss=loss, weight=weight, tensor=tensor, **given)
+                job = loss_job(model, optimizer, grid, loss=loss, weight=weight, rows=rows, wrt=wrt, tensor=tensor, **given)
                 self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
             elif grid.shape.pipe > 1:
                 self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)

@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
-from axonn_jax.tensor.parallelize.layers import sharded
+from axonn_jax.tensor.parallelize.layers import given, sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, whole
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
 from axonn_jax.tensor.params import copied
@@ -107,7 +107,7 @@ def _spread(
     for path, plan in plans.items():
         for name, variable in own_variables(members[path]).items():
             if isinstance(variable, nnx.Param):
-                value, free = variable.get_value(), overrides.get(path) != "replicated"
+                value, free = variable.get_raw_value(), overrides.get(path) != "replicated"
                 size = value.size * value.dtype.itemsize
                 params[path, name] = Stored(value.shape, size, plan.used(name), len(plan.stack), free)
     split: dict[str, list[tuple[str, P]]] = {path: [] for path in plans}
@@ -173,7 +173,7 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     for keys, variable in nnx.to_flat_state(nnx.state(copy)):
         sharding = NamedSharding(mesh, layouts.get(id(variable), P()))
         if isinstance(variable, nnx.Variable):
-            placed.append((keys, variable.replace(put(variable.get_value(), sharding))))
+            placed.append((keys, variable.replace(put(variable.get_raw_value(), sharding))))
         else:  # an array that is an attribute, such as a convolution's mask
             placed.append((keys, put(variable, sharding)))
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
@@ -199,6 +199,20 @@ def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
             module.conv_general_dilated = replace(convolve, row_axes=axes)  # type: ignore[attr-defined]
 
 
+def as_flax(model: nnx.Module) -> None:
+    """Give the layers of a parallelized model the types that they had, for XLA to split what they compute.
+
+    Args:
+        model: The parallelized model, changed in place; parameters stay where they lie.
+    """
+    for module in modules(model).values():
+        plan, convolve = getattr(module, PLAN, None), getattr(module, "conv_general_dilated", None)
+        if plan is not None and plan.sharded:
+            module.__class__ = given(type(module))
+        if isinstance(convolve, ByRows):
+            module.conv_general_dilated = convolve.convolve  # type: ignore[attr-defined]
+
+
 def gather_spread(model: nnx.Module) -> None:
     """Gather the parameters of a parallelized model that are spread, with `layouts.whole`.
 
@@ -209,7 +223,7 @@ def gather_spread(model: nnx.Module) -> None:
         plan: LayerPlan | None = getattr(module, PLAN, None)
         for name, _ in () if plan is None else plan.spread:
             variable = own_variables(module)[name]
-            variable.set_value(whole(variable.get_value(), plan.mesh, plan.used(name)))  # type: ignore[union-attr]
+            variable.set_raw_value(whole(variable.get_raw_value(), plan.mesh, plan.used(name)))  # type: ignore[union-attr]
 
 
 def put(value: Any, sharding: NamedSharding) -> Any:

@@ -127,6 +127,8 @@ def describe(layer: Any) -> Kernel | Norm | str:
         if kind in (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm):
             return f"{kind.__name__} runs as it is on split activations (its statistics are those of the global batch)"
         return f"a {kind.__name__} has no sharded form"
+    if computed := [name for name, value in vars(layer).items() if isinstance(value, nnx.Variable) and _computes(value)]:
+        return f"reading its {computed[0]} computes something"
     if kind is base:
         return _described(layer, base)
     if name := changed(kind, base):
@@ -139,6 +141,12 @@ def describe(layer: Any) -> Kernel | Norm | str:
     if strange := [name for name in held if not isinstance(vars(layer).get(name), nnx.Variable)]:
         return f"a {kind.__name__} does not hold {strange[0]} as a {base.__name__} does"
     return described
+
+
+def _computes(variable: nnx.Variable[Any]) -> bool:
+    """True if reading a Variable gives anything but what it holds."""
+    own = type(variable).get_value is not nnx.Variable.get_value
+    return own or bool(variable.get_metadata().get("on_get_value"))
 
 
 def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:

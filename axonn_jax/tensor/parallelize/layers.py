@@ -277,6 +277,11 @@ def sharded(kind: type[nnx.Module]) -> type[nnx.Module]:
     return in_place_of_base(kind, next(SHARDED[base] for base in kind.__mro__ if base in SHARDED), "Sharded")
 
 
+def given(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Return the type of which `sharded` made this one."""
+    return kind.__bases__[0]
+
+
 SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
     nnx.Linear: ShardedLinear,
     nnx.LinearGeneral: ShardedLinearGeneral,

@@ -253,7 +253,7 @@ class OutsideRead:
         def written(_: Any, value: Any) -> Any:
             if jnp.shape(value) != raw.shape:
                 raise UserError(self.name, f"values {jnp.shape(value)}", f"all at once, {raw.shape}, in a split layer")
-            variable.set_value(value)
+            variable.set_raw_value(value)
             return value
 
         return variable.replace(raw, on_get_value=(gathered,), on_set_value=(written,))

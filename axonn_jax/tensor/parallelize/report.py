@@ -231,7 +231,7 @@ def _holders(model: nnx.Module) -> Iterator[Holder]:
         plan: LayerPlan | None = getattr(module, PLAN, None)
         if plan is None:
             continue
-        held = {name: variable.get_value() for name, variable in own_variables(module).items()}
+        held = {name: variable.get_raw_value() for name, variable in own_variables(module).items()}
         arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
         dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
         yield Holder(path, plan, arrays, dtype)

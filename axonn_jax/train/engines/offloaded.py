@@ -56,7 +56,8 @@ class OffloadedStep:
         """
         program, scalar = self.program, self.step.scalar
         grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
-        shardings: Any = MeasuredStep(grads, scalar, scalar, scalar, scalar, scalar)  # type: ignore[arg-type]
+        carried = {name: value.sharding for name, value in program.carried.items()}
+        shardings: Any = MeasuredStep(grads, scalar, scalar, scalar, scalar, carried)  # type: ignore[arg-type]
         if self.interleaved:
             shardings = shardings._replace(
                 grads=unreduced_shardings(program.parts.specs, program.grid.mesh), factor=None

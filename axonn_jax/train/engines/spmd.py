@@ -15,7 +15,7 @@ from axonn_jax.backend.cpu_allocator import TemporariesInPlace
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import FormChoice, Forms
+from axonn_jax.memory.forms import FormChoice, Forms, Weights
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.protocol import check_model
@@ -57,6 +57,9 @@ class Job:
     """Padding of the vocabulary (`models.vocabulary.padding_of`)."""
     carried: Params = field(default_factory=dict)
     """State of the model that is no parameter and that steps change, by name."""
+    changes: Callable[[int, Weights, Params, Any], bool] = lambda step, weights, carried, batch: False
+    """Function of a step's number, weights, carried state and batch -> True if `build` gives another program from then
+    on."""
 
 
 def model_job(
@@ -108,6 +111,7 @@ class SpmdEngine:
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
         self.grid, self.batches, self._offloads = grid, job.batches, memory.offload != "none"
         self._padding, self._build, self._carried, self._merge = job.padding, job.build, job.carried, job.merge
+        self._changes = job.changes
         self._key = jax.random.key(seed) if job.draws else None
         how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
         self.store = ParamStore(job.params, job.optimizer, self._begin, job.chooser, **how)
@@ -157,6 +161,7 @@ class SpmdEngine:
         """
         if self._in_step:
             self._check_whole()
+        self._settle(batch)
         given, key = self.batches.shard(batch), self._step_key(self.steps_done)
         program = self._compile(given, key)
         if self.offloaded is None:
@@ -187,7 +192,13 @@ class SpmdEngine:
 
     def compiled_step(self, batch: Any) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape; with offload that of the gradients."""
+        self._settle(batch)
         return self._compile(self.batches.shard(batch), self._step_key(0))
+
+    def _settle(self, batch: Any) -> None:
+        """Take another program where the batch asks for one."""
+        if self._changes(self.steps_done, self.store.weights, self._carried, batch):
+            self.store.rebuild()
 
     def _step_key(self, step: int) -> jax.Array | None:
         return None if self._key is None else jax.random.fold_in(self._key, step)
@@ -208,6 +219,7 @@ class SpmdEngine:
         return {0: self.store.memory(next(iter(self._compiled.values()), None))}
 
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
+        self._settle(batch)
         return self._loss(self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def finite(self) -> bool:  # noqa: D102

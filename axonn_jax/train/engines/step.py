@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.compiler_options import known_options, overlap_options
 from axonn_jax.backend.traits import overlaps_collectives
+from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms, Weights
@@ -62,6 +63,8 @@ class TrainStep:
     precisions: Precisions = FULL
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
+    separate: bool = False
+    """True if the optimizer's weights are not those that layers read."""
 
     def __call__(
         self,
@@ -75,8 +78,9 @@ class TrainStep:
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
         measured = self.measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
-        loss = measured.metrics["loss"]
-        model = self.update.after(state.model, measured.grads, measured.factor, loss, measured.finite)
+        loss, weights = measured.metrics["loss"], {**state.model.weights, **measured.written}
+        before = state.model._replace(weights=weights)
+        model = self.update.after(before, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale, measured.carried), measured.metrics
 
     def measured(
@@ -89,8 +93,15 @@ class TrainStep:
         metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped, **further}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        kept = {name: jnp.where(finite, value, carried[name]) for name, value in changed.items()}
-        return MeasuredStep(grads, metrics, factor, finite, after, {**carried, **kept})
+        had: Any = {**weights, **carried}
+        kept = {name: jnp.where(finite, value, had[name]) for name, value in changed.items()}
+        written = {name: value for name, value in kept.items() if name not in carried}
+        if written and self.separate:
+            given, apart = f"a call that writes the parameter {next(iter(written))}", "which keep float32 weights apart"
+            accepted = f"none with memory.zero, memory.offload, memory.precision or prune.density, {apart}"
+            raise UserError("model", given, accepted)
+        state = {name: kept.get(name, value) for name, value in carried.items()}
+        return MeasuredStep(grads, metrics, factor, finite, after, state, written)
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -139,7 +150,7 @@ class TrainStep:
         scale = first_scale(scaled=self.precisions.scaled)
         scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
         carried = {
-            name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.scalar)
+            name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding)
             for name, v in self.program.carried.items()
         }
         return TrainState(self.update.abstract(), scale, carried)  # type: ignore[arg-type]
@@ -163,7 +174,9 @@ class MeasuredStep(NamedTuple):
     scale: Scale
     """Loss scale of the next step."""
     carried: Params
-    """The model's state that is no parameter, after the step."""
+    """The model's state that is not trained, after the step."""
+    written: Params = {}  # noqa: RUF012
+    """Parameters that calls have written, before the update."""
 
 
 def abstract(

@@ -37,6 +37,11 @@ def is_replicated(leaf: Any) -> bool:
     return isinstance(leaf, Replicated)
 
 
+def values_of(batch: Any) -> Any:
+    """Return a batch as a loss takes it, without marks."""
+    return jax.tree.map(lambda leaf: leaf.value if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated)
+
+
 class TreeBatches:
     """Global batches: trees whose arrays have the same rows in front, but for those marked by `replicated`.
 
@@ -96,6 +101,16 @@ class TreeBatches:
                 "evaluate", f"batches of {have} and {rows} rows", f"rows in a multiple of {self.share}, alike"
             )
         return batch
+
+    def first(self, batch: Any, share: float) -> Any:
+        """Return about this share of the rows of every part, the first ones; all where processes divide a part."""
+        total = self.rows(batch) // self.share * self.least
+        part = total // (self._replicas * self.microbatches)
+        kept = max(min(part, self.grid.shape.z), int(part * share))
+        if kept >= part or self._parts > 1:
+            return batch
+        at = [at for at, number in enumerate(self.local(total)) if number % part < kept]
+        return jax.tree.map(lambda leaf: leaf if is_replicated(leaf) else leaf[at], batch, is_leaf=is_replicated)
 
     def shard(self, batch: Any) -> Any:
         """Return arrays [microbatches, replicas, rows, ...] on the mesh; replicated ones as they are."""

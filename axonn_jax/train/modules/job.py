@@ -16,7 +16,8 @@ from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms
-from axonn_jax.memory.optimizer_traits import check_offload, check_update
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
+from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
@@ -25,9 +26,13 @@ from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
-from axonn_jax.train.modules.apart import Apart, Loss, ModuleApart, TreeApart, takes_batch
+from axonn_jax.train.modules.apart import Apart, Loss, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
-from axonn_jax.train.modules.program import ReplicaProgram, Weight
+from axonn_jax.train.modules.linen_tree import TreeApart
+from axonn_jax.train.modules.nnx_module import ModuleApart
+from axonn_jax.train.modules.own_tree import in_own_tree
+from axonn_jax.train.modules.program import LossProgram, Weight
+from axonn_jax.train.modules.proof import ROWS, Proof, Rows
 from axonn_jax.train.optimizer import check_elementwise
 
 
@@ -38,6 +43,8 @@ def loss_job(
     *,
     loss: Loss,
     weight: Weight | None,
+    rows: Rows,
+    wrt: Any,
     microbatches: int,
     clip: float,
     memory: MemoryConfig,
@@ -48,7 +55,7 @@ def loss_job(
 
     Raises ``UserError`` for settings that need layers in a row, and for an optimizer that does not go with the others.
     """
-    _check(grid, loss, weight, microbatches, memory, tensor)
+    _check(grid, loss, weight, rows, microbatches, memory, tensor)
     _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
@@ -59,12 +66,16 @@ def loss_job(
         _check_mesh(model, grid)
         if grid.shape.devices > 1 and not any(hasattr(module, PLAN) for module in modules(model).values()):
             model = parallelize(model, grid)
-        apart = ModuleApart(model, loss, compute, grid.mesh)
+        apart = ModuleApart(model, loss, wrt, compute, grid.mesh)
     else:
         _check_tree(model)
+        if wrt is not nnx.Param:
+            raise UserError("wrt", wrt, "nnx.Param with a tree of parameters")
         apart = TreeApart(model, loss, compute, grid.mesh)
     if not apart.params:
         raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")
+    check_optimizer_type(optimizer)
+    optimizer = in_own_tree(optimizer, apart.tree)
     check_update(optimizer, apart.params)
     if offloads:
         check_offload(optimizer, "memory.offload = optimizer", apart.params)
@@ -79,26 +90,31 @@ def loss_job(
     parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, state)))
     apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
-    def build(forms: Forms | None) -> tuple[Stack, ReplicaProgram, TrainStep]:
-        zero, _, dtypes = masters(memory, grid, apart=forms is not None)
-        sums = dtypes.grad_dtype
-        program = ReplicaProgram(
-            parts, grid, dtypes.compute, apart, weight, memory.bucket, sums, zero, forms=forms, carried=state
-        )
-        return unstacked(parts), program, TrainStep(program, optimizer, clip, dtypes, memory.bucket)
+    def program(forms: Forms | None, dtypes: Precisions, **options: Any) -> LossProgram:
+        given = (dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype)
+        return LossProgram(parts, grid, *given, forms=forms, carried=state, **options)
 
+    def build(forms: Forms | None) -> tuple[Stack, LossProgram, TrainStep]:
+        zero, _, dtypes = masters(memory, grid, apart=forms is not None)
+        made = program(forms, dtypes, zero=zero, way=proof.way)
+        separate = dtypes.master_weights or zero or offloads or forms is not None
+        return unstacked(parts), made, TrainStep(made, optimizer, clip, dtypes, memory.bucket, separate)
+
+    batches = TreeBatches(grid, microbatches)
+    proof = Proof(rows, program(None, dtypes), batches)
     choice = choice_of_forms(prune, apart.kernels)
     return Job(
         params,
         optimizer,
         build,
-        TreeBatches(grid, microbatches),
+        batches,
         apart.draws,
         owned=True,
         merge=apart.restored,
         chooser=None if choice is None else choice(apart.specs, grid.mesh),
         formed=not prune.later,
         carried=carried,
+        changes=proof.changes,
     )
 
 
@@ -124,6 +140,7 @@ def _check(
     grid: Grid,
     loss: Any,
     weight: Any,
+    rows: Any,
     microbatches: int,
     memory: MemoryConfig,
     tensor: TensorConfig,
@@ -137,6 +154,8 @@ def _check(
         raise UserError("loss", f"a function of {signature(loss)}", accepted)
     if weight is not None and not callable(weight):
         raise UserError("weight", type(weight).__name__, "a function of a batch, as the number of its unmasked targets")
+    if rows not in ROWS:
+        raise UserError("rows", rows, f"one of {', '.join(ROWS)}")
     if grid.shape.pipe > 1:
         accepted = "1 with loss=; a list of layers in ax.models.SequenceModel runs in a pipeline"
         raise UserError("grid.pipe", grid.shape.pipe, accepted)

@@ -1,12 +1,13 @@
-"""Program of the gradients of any Flax model: replicas side by side, and one reduction over them a step."""
+"""Programs of the gradients of any Flax model: of replicas side by side, or of the rows of all replicas as one array."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,13 +16,13 @@ from axonn_jax.backend.traits import convolves_slowly_in_loops
 from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
-from axonn_jax.tensor.collectives import all_reduce, axis_size
+from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
 from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.modules.apart import REPLICAS, Apart, LossResult
+from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, LossResult, Way
 from axonn_jax.train.modules.batches import is_replicated
 
 _FLOAT32 = jnp.dtype("float32")
@@ -30,13 +31,27 @@ Weight = Callable[[Any], Any]
 """Function of a batch -> what its mean loss counts."""
 
 
+class Forward(NamedTuple):
+    """Results of a loss on a batch, without gradients."""
+
+    loss: jax.Array
+    aux: Any
+    """The numbers beside the loss, averaged as it is."""
+    carried: Params
+    """State that the call has changed; of replicas side by side that of each, [data, ...]."""
+    weight: jax.Array
+    """What the mean loss counts: by `weight`, else the batch's rows."""
+
+
 @dataclass(frozen=True)
-class ReplicaProgram(OnMesh):
+class LossProgram(OnMesh):
     """Gradients of a model whose layers are split by `parallelize`, each in a manual region of its own.
 
-    Every replica has a copy of the parameters, [data, ...], local to its devices: `jax.vmap` over it, with `data` as
-    `spmd_axis_name`, puts `data` into the specs of all regions. So gradients add up over microbatches without
-    communication over `data`, and are reduced once. Batches are [microbatches, data, rows, ...].
+    Batches are [microbatches, data, rows, ...]. A loss that runs in `parts` sees a replica's rows: every replica has a
+    copy of the parameters, [data, ...], local to its devices, and `jax.vmap` over it, with `data` as `spmd_axis_name`,
+    puts `data` into the specs of all regions. So gradients add up over microbatches without communication over `data`,
+    and are reduced once. Otherwise the loss sees a microbatch's rows of all replicas, and autodiff reduces gradients in
+    each microbatch.
     """
 
     model: Apart
@@ -46,6 +61,7 @@ class ReplicaProgram(OnMesh):
     """Dtype in which gradients add up, and are reduced over `data`."""
     zero: bool = False
     """True if gradients are scattered over `data` (ZeRO-1)."""
+    way: Way = "parts"
 
     ordered = False
     """The order of computation is XLA's."""
@@ -66,45 +82,54 @@ class ReplicaProgram(OnMesh):
     ) -> StepResults:
         """Return the mean loss of a batch and its gradients.
 
-        Collectives over `data`: the reduction of the gradients (with ZeRO a reduce-scatter), once, in buckets, and of
-        some numbers; with BatchNorm its statistics, a layer and microbatch. The others are the layers'.
+        Collectives over `data` in parts: the reduction of the gradients (with ZeRO a reduce-scatter), once, in buckets,
+        and of some numbers; with BatchNorm its statistics, a layer and microbatch. Otherwise the reduction of all
+        gradients in each microbatch. The others are the layers'.
         """
-        shares, _ = self._shares(batch)
-        local = partial(self._local, {} if self.forms is None else {name: params[name] for name in self.forms.shapes})
-        total, sums, aux, changed = self._mapped(local, params, carried, batch, shares, key, scale)
+        formed = {} if self.forms is None else {name: params[name] for name in self.forms.shapes}
+        local = partial(self._local, formed, True)
+        if self.way != "parts":
+            return self._of_whole(*self._called(local, params, carried, batch, key, scale)[0], scale)
+        (total, sums, aux, changed), _ = self._called(local, params, carried, batch, key, scale)
 
-        def reduce(total: jax.Array, sums: Params, aux: Any, changed: Params) -> Any:
+        def reduce(total: jax.Array, sums: Params, aux: Any) -> Any:
             own = {name: value[0] for name, value in sums.items()}
             layouts = (self.parts.specs, self.grad_specs)
             grads = reduce_gradients(own, *layouts, self.bucket, self.grid.mesh, lambda name: ("data",))
-            # A replica's loss and numbers are shares of the mean; state is alike, or its mean counts.
             loss, aux = jax.tree.map(lambda value: all_reduce(value[0], ("data",)), (total, aux))
-            return grads, global_norm(grads, self.grad_specs), loss, aux, jax.tree.map(_of_replicas, changed)
+            return grads, global_norm(grads, self.grad_specs), loss, aux
 
-        numbers = jax.tree.map(lambda _: P("data"), (aux, changed))
-        in_specs = (P("data"), self._stacked, *numbers)
-        out_specs = (self.grad_specs, P(), P(), *jax.tree.map(lambda _: P(), (aux, changed)))
+        numbers = jax.tree.map(lambda _: P("data"), aux)
+        out_specs = (self.grad_specs, P(), P(), jax.tree.map(lambda _: P(), aux))
+        in_specs = (P("data"), self._stacked, numbers)
         region = shard_mapped(reduce, self.grid.mesh, in_specs, out_specs, differentiated=False, among_others=True)
-        grads, norm, loss, aux, changed = region(total, sums, aux, changed)
-        norm = norm if scale is None else norm / scale
-        return StepResults(grads, loss, norm, {"aux": aux} if jax.tree.leaves(aux) else {}, changed)
+        grads, norm, loss, aux = region(total, sums, aux)
+        # What calls change is the same in all replicas, or the loss would not run in parts.
+        return _step_results(grads, loss, norm, scale, aux, {name: value[0] for name, value in changed.items()})
+
+    def _of_whole(self, total: jax.Array, sums: Params, aux: Any, changed: Params, scale: Any) -> StepResults:
+        specs = self.grad_specs
+        grads = {name: self._constrained(value, specs[name]) for name, value in sums.items()}
+        return _step_results(grads, total, optax.global_norm(grads), scale, aux, changed)
+
+    def forward(
+        self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False
+    ) -> Forward:
+        """Return the mean loss of a batch, its numbers and the changed state."""
+
+        local = partial(self._local, None, training)
+        (loss, _, aux, changed), weight = self._called(local, params, carried, batch, key, None)
+        if self.way == "parts":
+            loss, aux = jax.tree.map(lambda value: jnp.sum(value, 0), (loss, aux))
+        return Forward(loss, aux, changed, weight)
 
     def evaluate(self, params: Weights, carried: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of a batch in evaluation mode, and its weight: by `weight`, else its rows."""
-        shares, weight = self._shares(batch)
-
-        def local(params: Params, carried: Params, batch: Any, shares: jax.Array, *_: Any) -> jax.Array:
-            def add(total: jax.Array, microbatch: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
-                share, rows = microbatch
-                result = self.model.run(params, carried, None, _with(batch, rows), training=False)
-                return total + _share_of(result.loss, share), None
-
-            return _each(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
-
-        return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), weight
+        result = self.forward(params, carried, batch)
+        return result.loss, result.weight
 
     def check_traced(self, jaxpr: Any) -> None:
-        """Raise ``UserError`` for a convolution between layers, which XLA splits wrong where replicas are mapped."""
+        """Raise ``UserError`` for a convolution between layers, which XLA splits wrong."""
         check_grouped(jaxpr, self.grid.mesh, MARK)
 
     @property
@@ -112,46 +137,76 @@ class ReplicaProgram(OnMesh):
         """Layouts of the replicas' copies."""
         return {name: P("data", *spec) for name, spec in self.parts.specs.items()}
 
-    def _shares(self, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Return each part's share of the mean loss, [microbatches, data], and the weight of the batch."""
+    def _shares(self, batch: Any, parts: int) -> tuple[jax.Array, jax.Array]:
+        """Return each part's share of the mean loss, and the weight of the batch.
+
+        Parts are in the first `parts` dims: [microbatches, data], or [microbatches].
+        """
         rows = _rows_of(batch)
         if self.weight is None:
-            weights = jnp.full(rows[0].shape[:2], rows[0].shape[2], jnp.float32)
+            weights = jnp.full(rows[0].shape[:parts], rows[0].shape[parts], jnp.float32)
         else:
-            weights = jax.vmap(jax.vmap(partial(_weight, self.weight, batch)))(rows)
+            weigh = partial(_weight, self.weight, batch)
+            for _ in range(parts):
+                weigh = jax.vmap(weigh)
+            weights = weigh(rows)
         total = jnp.sum(weights)
         return weights / total, total
 
-    def _mapped(
+    def _called(
         self,
         local: Callable[..., Any],
         params: Weights,
         carried: Params,
         batch: Any,
-        shares: jax.Array,
         key: jax.Array | None,
         scale: jax.Array | None,
-    ) -> Any:
-        """Call a function for all replicas side by side, each with a copy of the parameters and its rows."""
+    ) -> tuple[Any, jax.Array]:
+        """Call a function of some rows: for all replicas side by side, each with a copy of the parameters, or once.
+
+        Returns its results, in parts [data, ...], and the weight of the batch.
+        """
+        dense = {name: value if isinstance(value, jax.Array) else value.shard() for name, value in params.items()}
+        if self.way != "parts":
+            batch = jax.tree.map(self._as_one, batch, is_leaf=is_replicated)
+            shares, weight = self._shares(batch, 1)
+            kept = self.parts.specs if self.way == "whole" else dict.fromkeys(dense, P())
+            own = {name: self._constrained(value.astype(jnp.float32), kept[name]) for name, value in dense.items()}
+            return local(own, carried, batch, shares, 0, key, scale), weight
+        shares, weight = self._shares(batch, 2)
         replicas = self.grid.shape.data
 
-        def copies(name: str, value: Any) -> jax.Array:
-            dense = value if isinstance(value, jax.Array) else value.shard()
-            stacked = jnp.broadcast_to(dense.astype(jnp.float32), (replicas, *dense.shape))
-            return lax.with_sharding_constraint(stacked, NamedSharding(self.grid.mesh, self._stacked[name]))
+        def copies(name: str, value: jax.Array) -> jax.Array:
+            stacked = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
+            return self._constrained(stacked, self._stacked[name])
 
         def replica(*given: Any) -> Any:
             return local(*given, key, scale)
 
-        own = {name: copies(name, value) for name, value in params.items()}
+        own = {name: copies(name, value) for name, value in dense.items()}
         of_batch = jax.tree.map(lambda leaf: None if is_replicated(leaf) else 1, batch, is_leaf=is_replicated)
         axes = (0, None, of_batch, 1, 0)
         run = jax.vmap(replica, in_axes=axes, spmd_axis_name="data", axis_name=REPLICAS)
-        return run(own, carried, batch, shares, jnp.arange(replicas))
+        return run(own, carried, batch, shares, jnp.arange(replicas)), weight
+
+    def _as_one(self, leaf: Any) -> Any:
+        """Return rows of all replicas, [microbatches, data, rows, ...], as [microbatches, rows, ...]."""
+        if is_replicated(leaf):
+            return leaf
+        count, data, rows, *rest = leaf.shape
+        over = ("data", *ROW_AXES) if rows % self.grid.shape.z == 0 else ("data",)
+        return self._constrained(leaf.reshape(count, data * rows, *rest), P(None, over))
+
+    def _part_key(self, key: Any, number: Any, replica: Any) -> Any:
+        """Return the key of a part, so that `data = 2` with 4 microbatches draws what `data = 1` with 8 does."""
+        if key is None:
+            return None
+        return jax.random.fold_in(key, number * self.grid.shape.data + replica if self.way == "parts" else number)
 
     def _local(
         self,
-        formed: Mapping[str, Any],
+        formed: Mapping[str, Any] | None,
+        training: bool,
         params: Params,
         carried: Params,
         batch: Any,
@@ -160,15 +215,16 @@ class ReplicaProgram(OnMesh):
         key: Any,
         scale: Any,
     ) -> tuple[jax.Array, Params, Any, Params]:
-        """Return one replica's part of the mean loss, its sums of gradients, of numbers, and the changed state.
+        """Return some rows' part of the mean loss, its sums of gradients, of numbers, and what calls have written.
 
-        `formed` has the weights that are in another form, of whose gradients the trained values' alone add up.
+        `formed` has the weights that are in another form, of whose gradients the trained values' alone add up; None for
+        no gradients.
         """
         changed: set[str] = set()
 
         def part(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, LossResult]:
-            own = None if key is None else jax.random.fold_in(key, number * self.grid.shape.data + replica)
-            result = self.model.run(params, carried, own, _with(batch, rows), training=True)
+            own = self._part_key(key, number, replica)
+            result = self.model.run(params, carried, own, _with(batch, rows), training=training, way=self.way)
             changed.update(result.carried)
             loss = _share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
@@ -176,25 +232,46 @@ class ReplicaProgram(OnMesh):
         backward = jax.value_and_grad(part, has_aux=True)
 
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
-            total, sums, carried = carry
+            total, sums, state = carry
             number, share, rows = microbatch
-            (_, result), grads = backward(params, carried, number, share, rows)
-            if self.weight is not None:  # of a mean over nothing, the gradient times 0 would be NaN
-                grads = {name: jnp.where(share != 0, grad, 0) for name, grad in grads.items()}
-            if self.forms is not None:
-                grads |= self.forms.values({name: weight.holding(grads[name]) for name, weight in formed.items()})
-            sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
+            own = {name: state.get(name, value) for name, value in params.items()}
+            given = (own, {name: state[name] for name in carried}, number, share, rows)
+            if formed is None:
+                result = part(*given)[1]
+            else:
+                (_, result), grads = backward(*given)
+                sums = self._added(formed, sums, grads, share)
             aux = jax.tree.map(partial(_number, share), result.aux)
-            return (total + result.loss, sums, {**carried, **result.carried}), aux
+            return (total + result.loss, sums, {**state, **result.carried}), aux
 
-        zeros = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in self.state_shapes.items()}
-        microbatches = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
-        (total, sums, carried), aux = _each(add, (jnp.zeros(()), zeros, carried), microbatches)
+        microbatches, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), carried
+        if shares.shape[0] > 1:  # a loop carries parameters that calls write, too
+            first = jax.tree.map(lambda value: value[0], microbatches)
+            state = carried | {n: params[n] for n in jax.eval_shape(part, params, carried, *first)[1].carried if n in params}
+        shapes = {} if formed is None else self.state_shapes
+        sums = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in shapes.items()}
+        (total, sums, state), aux = _each(add, (jnp.zeros(()), sums, state), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
-        return total, sums, aux, {name: carried[name] for name in sorted(changed)}
+        return total, sums, aux, {name: state[name] for name in sorted(changed)}
+
+    def _added(self, formed: Mapping[str, Any], sums: Params, grads: Params, share: jax.Array) -> Params:
+        """Return sums of gradients with those of one more part."""
+        if self.weight is not None:  # of a mean over nothing, the gradient times 0 would be NaN
+            grads = {name: jnp.where(share != 0, grad, 0) for name, grad in grads.items()}
+        if self.forms is not None:
+            grads |= self.forms.values({name: weight.holding(grads[name]) for name, weight in formed.items()})
+        return {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
 
     def _laid(self, name: str, value: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(value, NamedSharding(self.grid.mesh, self.parts.specs[name]))
+        return self._constrained(value, self.parts.specs[name])
+
+    def _constrained(self, value: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(self.grid.mesh, spec))
+
+
+def _step_results(grads: Params, loss: Any, norm: Any, scale: Any, aux: Any, changed: Params) -> StepResults:
+    norm = norm if scale is None else norm / scale
+    return StepResults(grads, loss, norm, {"aux": aux} if jax.tree.leaves(aux) else {}, changed)
 
 
 def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Any) -> tuple[Any, Any]:
@@ -212,12 +289,6 @@ def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: 
         carry, result = add(carry, part(at))
         results.append(result)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)
-
-
-def _of_replicas(value: jax.Array) -> jax.Array:
-    """Return one value for state of all replicas, which is alike but for floats of a replica's own: their mean."""
-    own = value[0]
-    return all_reduce(own, ("data",)) / axis_size("data") if jnp.issubdtype(own.dtype, jnp.floating) else own
 
 
 def _weight(weight: Weight, batch: Any, rows: list[jax.Array]) -> jax.Array:

@@ -1,0 +1,205 @@
+"""An NNX module taken apart."""
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from axonn_jax.errors import UserError
+from axonn_jax.models.sequential import seeded
+from axonn_jax.tensor.parallelize.api import as_flax, gather_spread, modules, with_row_axes
+from axonn_jax.tensor.parallelize.kinds import Kernel, describe
+from axonn_jax.tensor.parallelize.layouts import PLAN
+from axonn_jax.tensor.parallelize.linen import takes_key
+from axonn_jax.tensor.params import Params, copied
+from axonn_jax.train.modules.apart import (
+    REPLICAS,
+    ROW_AXES,
+    Loss,
+    LossResult,
+    Way,
+    check_real,
+    checked,
+    in_dtype,
+    is_float,
+    keys,
+    spec_of_value,
+)
+from axonn_jax.train.modules.own_tree import StateTree
+
+
+class Held(NamedTuple):
+    """A Variable, or an array that is an attribute, without its value."""
+
+    path: tuple[Any, ...]
+    empty: Any
+    tree: Any
+    """Structure of the value."""
+    names: tuple[str, ...]
+    """Name of every array of the value."""
+
+
+class ModuleApart:
+    """An NNX module taken apart; `apart.Apart` describes the members.
+
+    Args:
+        model: The module, parallelized where the mesh has several devices.
+        loss: Its loss.
+        wrt: Filter of the Variables that are trained.
+        compute: Dtype of the computation wherever the module names none; None leaves it to the module.
+        mesh: Mesh of the parameters.
+    """
+
+    def __init__(self, model: nnx.Module, loss: Loss, wrt: Any, compute: Any, mesh: Mesh):
+        self._loss, self._compute = loss, compute
+        if any(isinstance(value, nnx.Intermediate) for _, value in nnx.iter_graph(model)):
+            model = nnx.clone(model)
+            nnx.pop(model, nnx.Intermediate)  # of calls before
+        split: Any = nnx.split(model, nnx.RngState, ...)
+        self._graph, self._streams, state = split
+        chosen = nnx.filterlib.to_predicate(wrt)
+        self._held, arrays, trained = list[Held](), dict[str, Any](), dict[str, tuple[Any, Any]]()
+        frozen = set[str]()
+        for held, values in _leaves(state):
+            self._held.append(held)
+            arrays |= {name: _array(name, value) for name, value in values.items()}
+            if isinstance(held.empty, nnx.Variable) and chosen(held.path, held.empty):
+                for name, value in values.items():
+                    check_real(name, value)
+                    trained |= {name: (held.path, held.empty)} if is_float(value) else {}
+            if isinstance(held.empty, nnx.Param):
+                frozen |= {name for name in values if is_float(arrays[name]) and name not in trained}
+        self._dtypes = {name: value.dtype for name, value in arrays.items()}
+        self._frozen = frozen
+        """Parameters that are not trained."""
+        self.params = {name: arrays[name].astype(jnp.float32) for name in trained}
+        self.specs = {name: spec_of_value(arrays[name]) for name in trained}
+        self.tree = StateTree(trained)
+        others = {name: value for name, value in arrays.items() if name not in trained}
+        self.carried = {name: copied(v, NamedSharding(mesh, spec_of_value(v))) for name, v in others.items()}
+        self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
+        self.draws = self._streamed or self._keyed
+        members = modules(model).values()
+        inside = {id(variable) for module in members for variable in _cast_by_layer(module)}
+        kernels = {id(variable) for module in members for variable in _kernel(module)}
+        paths = [(path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable)]
+        self._in_layers = {_dotted(path) for path, value in paths if id(value) in inside}
+        """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
+        named = (_dotted(path) for path, value in paths if id(value) in kernels)
+        self.kernels = tuple(name for name in named if name in self.params)
+
+    def exact(self) -> "ModuleApart":  # noqa: D102
+        other = copy(self)
+        other._compute = None
+        return other
+
+    def run(  # noqa: D102
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
+    ) -> LossResult:
+        own = {name: value.astype(self._dtype(name)) for name, value in params.items()}
+        frozen = {name: carried[name].astype(self._dtype(name)) for name in self._frozen}
+        drawn = key is not None and self._streamed
+        streams = seeded(self._streams, key) if drawn else self._streams
+        model = self._merged({**carried, **frozen, **own}, streams)
+        if not training:
+            model.eval()
+        if way == "xla":
+            as_flax(model)
+        else:
+            gather_spread(model)
+        if way == "parts":
+            with_row_axes(model, ROW_AXES)
+        for module in modules(model).values():
+            each: Any = module
+            if self._compute is not None and _plans_dtype(each) and each.dtype is None:
+                each.dtype = self._compute
+            if isinstance(each, nnx.BatchNorm):  # the statistics are those of all replicas
+                each.axis_name = REPLICAS if way == "parts" else None
+        before = self._values(model)
+        loss, aux = checked(self._loss(model, rows, *keys(self._keyed, key)))
+        given = {**carried, **params}
+        after = {name: value for name, value in self._values(model).items() if value is not before[name]}
+        return LossResult(loss, aux, {name: _as_before(name, after[name], given[name]) for name in sorted(after)})
+
+    def restored(self, params: Mapping[str, jax.Array], carried: Params) -> nnx.Module:  # noqa: D102
+        own = {name: in_dtype(value, self._dtypes[name]) for name, value in params.items()}
+        return self._merged({**carried, **own}, self._streams)
+
+    def _dtype(self, name: str) -> Any:
+        return self._dtypes[name] if self._compute is None or name in self._in_layers else self._compute
+
+    def _merged(self, values: Params, streams: Any) -> nnx.Module:
+        filled = [(held.path, _filled(held, values)) for held in self._held]
+        return nnx.merge(self._graph, nnx.from_flat_state(filled), streams, copy=True)
+
+    def _values(self, model: nnx.Module) -> dict[str, Any]:
+        """Return the arrays of a module by name, of those that it had at first."""
+        state = dict(nnx.to_flat_state(nnx.state(model)))
+        found = {}
+        for held in self._held:
+            leaves, tree = jax.tree.flatten(_raw(state[held.path]))
+            if tree != held.tree:
+                raise UserError("model", _dotted(held.path), "state that a call leaves in the structure that it has")
+            found |= dict(zip(held.names, leaves, strict=True))
+        return found
+
+
+def _leaves(state: Any) -> Iterator[tuple[Held, dict[str, Any]]]:
+    """Return each Variable or array of a state, with its arrays by name."""
+    for path, leaf in nnx.to_flat_state(state):
+        leaves, tree = tree_flatten_with_path(_raw(leaf))
+        values = {_dotted(path) + keystr(inner): value for inner, value in leaves}
+        yield Held(path, leaf.replace(None) if isinstance(leaf, nnx.Variable) else None, tree, tuple(values)), values
+
+
+def _raw(leaf: Any) -> Any:
+    """Return a Variable's value as it is held, before what reading it may compute."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _filled(held: Held, values: Mapping[str, Any]) -> Any:
+    value = jax.tree.unflatten(held.tree, [values[name] for name in held.names])
+    return held.empty.replace(value) if isinstance(held.empty, nnx.Variable) else value
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    """Return a value as an array; raises ``UserError`` for what is none."""
+    try:
+        return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    except TypeError as error:
+        raise UserError("model", f"{name} of type {type(value).__name__}", "Variables of arrays") from error
+
+
+def _as_before(name: str, value: Any, like: Any) -> jax.Array:
+    """Return a value that a call has written, in the dtype that it had; raises ``UserError`` for another shape."""
+    if jnp.shape(value) != like.shape:
+        accepted = f"the shape that it has, {like.shape}, after a call"
+        raise UserError("model", f"{name} written with shape {jnp.shape(value)}", accepted)
+    keyed = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return value if keyed else jnp.asarray(value, like.dtype)  # type: ignore[no-any-return]
+
+
+def _dotted(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+def _plans_dtype(module: Any) -> bool:
+    """True if a layer is split, and casts its parameters to a dtype of its own."""
+    plan = getattr(module, PLAN, None)
+    return plan is not None and plan.sharded and hasattr(module, "dtype")
+
+
+def _kernel(module: Any) -> list[Any]:
+    """Return the kernel of a layer that has a sharded form; empty for an embedding or another module."""
+    described = describe(module)
+    return [vars(module)[described.name]] if isinstance(described, Kernel) and not isinstance(module, nnx.Embed) else []
+
+
+def _cast_by_layer(module: Any) -> list[Any]:
+    """Return the variables that a split layer casts by itself."""
+    return [vars(module).get(name) for name, _ in getattr(module, PLAN).specs] if _plans_dtype(module) else []

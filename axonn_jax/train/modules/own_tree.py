@@ -1,0 +1,110 @@
+"""Parameters for an optimizer in the tree that Flax gives it, in place of a dict by name: masks and labels go by it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import optax
+from flax import nnx
+
+Named = Mapping[str, Any]
+"""Values by a parameter's dotted path."""
+
+
+class OwnTree(Protocol):
+    """Tree of parameters, of all or of some."""
+
+    names: frozenset[str]
+    """Names of all parameters."""
+
+    def made(self, named: Named, *, first: bool = False) -> Any:
+        """Return the tree of these values; `first` as for an optimizer's `init`."""
+
+    def holds(self, node: Any) -> bool:
+        """True if a node of an optax state is such a tree."""
+
+    def named(self, node: Any) -> dict[str, Any]:
+        """Return a tree's values by name; those left out by a mask are `optax.MaskedNode`."""
+
+
+class StateTree:
+    """`nnx.State` of a module's parameters, as `nnx.Optimizer` gives it: of Variables to `init`, then of arrays."""
+
+    def __init__(self, variables: Mapping[str, tuple[Sequence[Any], nnx.Variable[Any]]]):
+        self._variables, self.names = variables, frozenset(variables)
+
+    def made(self, named: Named, *, first: bool = False) -> nnx.State[Any, Any]:  # noqa: D102
+        chosen = [(*self._variables[name], value) for name, value in named.items()]
+        return nnx.from_flat_state([(path, var.replace(value) if first else value) for path, var, value in chosen])
+
+    def holds(self, node: Any) -> bool:  # noqa: D102
+        return isinstance(node, nnx.State)
+
+    def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
+        found = {name: _at(node, path) for name, (path, _) in self._variables.items()}
+        values = {name: v.get_raw_value() if isinstance(v, nnx.Variable) else v for name, v in found.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _at(node: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        if isinstance(node, optax.MaskedNode) or key not in node:
+            return node if isinstance(node, optax.MaskedNode) else None
+        node = node[key]
+    return node
+
+
+class GivenTree:
+    """Tree of a Linen model's parameters as it was handed in; other leaves, and absent ones, are `optax.MaskedNode`.
+
+    Args:
+        tree: Structure of the tree.
+        leaves: Name of every leaf, in order.
+        names: Names of the parameters among them.
+    """
+
+    def __init__(self, tree: Any, leaves: Sequence[str], names: frozenset[str]):
+        self._tree, self._leaves, self.names = tree, leaves, names
+
+    def made(self, named: Named, *, first: bool = False) -> Any:  # noqa: D102
+        return jax.tree.unflatten(self._tree, [named.get(name, optax.MaskedNode()) for name in self._leaves])
+
+    def holds(self, node: Any) -> bool:  # noqa: D102
+        if jax.tree_util.treedef_is_leaf(self._tree) or isinstance(node, jax.Array):
+            return False
+        try:
+            self._tree.flatten_up_to(node)
+        except ValueError:
+            return False
+        return True
+
+    def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
+        values = dict(zip(self._leaves, self._tree.flatten_up_to(node), strict=True))
+        return {name: value for name, value in values.items() if name in self.names}
+
+
+def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer of parameters by name that calls `tx` with these in their own tree.
+
+    The state has the structure of `tx`'s, with a dict by name in place of each tree.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def made(named: Any, *, first: bool = False) -> Any:
+        return tree.made(named, first=first) if named.keys() <= tree.names else named  # else probes of an optimizer
+
+    def is_named(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and node.keys() <= tree.names
+
+    def named(node: Any) -> Any:
+        return jax.tree.map(lambda n: tree.named(n) if tree.holds(n) else n, node, is_leaf=tree.holds)
+
+    def init(params: Any) -> Any:
+        return named(inner.init(made(params, first=True)))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        state = jax.tree.map(lambda node: made(node) if is_named(node) else node, state, is_leaf=is_named)
+        updates, after = inner.update(made(grads), state, None if params is None else made(params), **extra)
+        return named(updates), named(after)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,259 @@
+"""Way in which a loss runs, by proof: the first whose results are those of all rows at once on one device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from axonn_jax.errors import UserError
+from axonn_jax.memory.forms import Weights
+from axonn_jax.tensor.params import Params
+from axonn_jax.terminal import say
+from axonn_jax.train.modules.apart import Way
+from axonn_jax.train.modules.batches import TreeBatches, values_of
+from axonn_jax.train.modules.program import LossProgram
+
+Rows = Literal["auto", "parts", "whole"]
+ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
+_WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
+
+_ROUNDING = 2e-5
+"""Difference that is rounding of float32, over the larger of the values; more only where two computations show it."""
+_CANCELLED, _HALF = 1e-3, 3e-2
+"""Largest difference that may be rounding: where terms cancel out, and of a model that computes in half precision."""
+_SMALL, _ROOM = 2**30, 2**31
+"""Bytes of parameters, and of temporaries, up to which one device computes the loss of all rows."""
+
+Results = dict[str, np.ndarray]
+"""Loss, numbers and changed state by name."""
+
+
+class Difference(NamedTuple):
+    """Result that is not that of all rows at once."""
+
+    name: str
+    got: np.ndarray
+    want: np.ndarray
+    relative: float
+    """Largest difference over the largest value."""
+
+    def __str__(self) -> str:
+        values = f" {float(self.got):.7g} and not {float(self.want):.7g}" if self.got.ndim == self.want.ndim == 0 else ""
+        return f"{self.name}{values} ({self.relative:.1e} apart)"
+
+
+class Proof:
+    """Choice of the way in which a loss runs, by its results in a forward pass of training.
+
+    Every random number is a constant there, as rows in parts draw others. Results are compared before the first step
+    and before steps 10, 100, 1,000 and so on: masks may be alike in all parts of one batch.
+
+    Args:
+        rows: "auto", or "parts" or "whole" for the way to take.
+        program: The program of the gradients.
+        batches: The form of batches.
+    """
+
+    def __init__(self, rows: Rows, program: LossProgram, batches: TreeBatches):
+        self.way: Way = "whole" if rows == "whole" else "parts"
+        self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
+        self._mesh, shape = program.grid.mesh, program.grid.shape
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._half = False
+        alone = shape.devices == batches.microbatches == 1
+        self._due: int | None = None if alone or rows == "parts" else 0
+        """Number of the next step before which results are compared; None for no more."""
+        if rows == "parts" and not alone:
+            _say(['rows="parts": the loss of parts of the rows is not compared with that of all rows'])
+
+    def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
+        """Compare results if that is due; True if the loss runs in another way from now on, which a line says.
+
+        `batch` has this process's rows, on the host.
+        """
+        if self._due is None or step < self._due:
+            return False
+        first, before = self._due == 0, self.way
+        self._due = max(10, 10 ** len(str(step)))
+        dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
+        with jax.default_matmul_precision("highest"):
+            lines = self._compare(dense, carried, batch)
+        if self.way != "parts":
+            self._due = None  # what differs has been said
+        if first or self.way != before:
+            _say(lines)
+        return self.way != before
+
+    def _compare(self, params: Params, carried: Params, batch: Any) -> list[str]:
+        """Choose the way; return lines about what differs from all rows at once."""
+        try:
+            want, batch = self._all_rows(params, carried, batch)
+        except UserError:
+            raise
+        except Exception as error:  # of a stranger's code, which a step will meet too
+            return [f"rows: not compared with the loss of all rows at once, which fails: {_first_line(error)}"]
+        found, lines = dict[Way, Results](), list[str]()
+        for way in _WAYS[_WAYS.index(self.way) :]:
+            try:
+                found[way] = self._results(way, self._batches, params, carried, batch)
+            except UserError:
+                raise
+            except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
+                lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
+                continue
+            differences = self._differences(found[way], want, params, carried, batch)
+            if not differences:
+                self.way = way
+                return [f"rows: {_INSTEAD[way]}; {lines[-1]}"] if lines else []
+            more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+            lines.append(f"{_RUNS[way]} {differences[0]}{more} of all rows at once")
+        if not found:
+            return lines
+        same = {"parts", "whole"} <= set(found) and not _apart(found["parts"], found["whole"], _ROUNDING)
+        self.way = "parts" if same else next(way for way in ("whole", "xla", "parts") if way in found)
+        count = self._batches.microbatches
+        advice = f"microbatches = {count} change the loss, for which weight= or microbatches=1 is the way out"
+        return [f"rows: {_INSTEAD[self.way]}; {advice}: {lines[0]}"]
+
+    def _differences(self, got: Results, want: Results, *given: Any) -> list[Difference]:
+        """Return the results that differ beyond rounding, as far as another computation of the same shows it."""
+        if not (found := _apart(got, want, _ROUNDING)):
+            return []
+        try:
+            again = self._results("whole", TreeBatches(self._program.grid, 1), *given)
+        except Exception:  # of jax's manual axes
+            return found
+        noise = {each.name: 8 * each.relative for each in _apart(again, want, 0.0)}
+        most = _HALF if self._half else _CANCELLED
+        return [each for each in found if each.relative > min(noise.get(each.name, 0.0), most)]
+
+    def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
+        """Return the results of all rows at once, by one device where it has room, and the rows."""
+        if jax.process_count() == 1 and sum(value.size * value.dtype.itemsize for value in params.values()) <= _SMALL:
+            with jax.set_mesh(Mesh(np.empty((), object), ())):
+                return self._alone(params, carried, batch)
+        batch, one = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
+        try:
+            return self._results("whole", one, params, carried, batch), batch
+        except Exception:  # of jax's manual axes
+            return self._results("xla", one, params, carried, batch), batch
+
+    def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
+        """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
+
+        def run(params: Params, carried: Params, batch: Any) -> Any:
+            result = self._program.model.run(params, carried, _constant_key(), batch, training=True, way="xla")
+            return result.loss, result.aux, result.carried
+
+        device = self._mesh.local_devices[0]
+        given = jax.device_put((params, carried), device)
+        rows = jax.device_put(values_of(batch), device)
+        if (form := str(jax.tree.map(jnp.shape, rows))) not in self._compiled:
+            traced = jax.jit(run).trace(*given, rows)
+            self._half = any(f"{name}[" in str(traced.jaxpr) for name in ("bf16", "f16"))
+            compiled = traced.lower().compile()
+            room = compiled.memory_analysis()
+            fewer = self._batches.first(batch, _ROOM / max(1, room.temp_size_in_bytes)) if room else batch
+            if self._batches.rows(fewer) < self._batches.rows(batch):
+                return self._alone(params, carried, fewer)
+            self._compiled[form] = compiled
+        return _named(*self._compiled[form](*given, rows)), batch
+
+    def _results(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Results:
+        program = replace(self._program, way=way)
+
+        def run(params: Params, carried: Params, batch: Any) -> Any:
+            result = program.forward(params, carried, batch, _constant_key(), training=True)
+            return result.loss, result.aux, result.carried
+
+        form = (way, batches.microbatches)
+        if form not in self._compiled:
+            self._compiled[form] = jax.jit(run, out_shardings=NamedSharding(self._mesh, P()))
+        return _named(*self._compiled[form](params, carried, batches.shard(batch)))
+
+
+_RUNS: dict[Way, str] = {
+    "parts": "in parts of the rows",
+    "whole": "on the rows of all replicas",
+    "xla": "with layers left to XLA",
+}
+_INSTEAD: dict[Way, str] = {
+    "parts": "the loss runs in parts of the rows",
+    "whole": 'the loss runs on the rows of all replicas (rows="whole")',
+    "xla": "the loss runs on the rows of all replicas, its layers left to XLA",
+}
+
+
+def _say(lines: list[str]) -> None:
+    if lines and jax.process_index() == 0:
+        say("\n".join(lines))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _dense(weight: Any) -> jax.Array:
+    return weight.shard()  # type: ignore[no-any-return]
+
+
+def _named(loss: Any, aux: Any, carried: Params) -> Results:
+    """Return results on the host, keys as their data."""
+    named = {"the loss is": loss}
+    named |= {f"aux{keystr(path)} is": value for path, value in tree_leaves_with_path(aux)}
+    named |= {f"state {name} is": value for name, value in carried.items()}
+    keys = jax.dtypes.prng_key
+    return {n: np.asarray(jax.random.key_data(v) if jnp.issubdtype(v.dtype, keys) else v) for n, v in named.items()}
+
+
+def _apart(got: Results, want: Results, rounding: float) -> list[Difference]:
+    """Return the results that differ; those of replicas, [data, ...], are each compared."""
+    found = []
+    for name in got.keys() & want.keys():
+        a, b = got[name].astype(np.complex128), want[name].astype(np.complex128)
+        with np.errstate(all="ignore"):
+            off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+            scale = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
+            relative = float(off.max(initial=0) / scale) if off.any() else 0.0
+        exact = want[name].dtype.kind not in "fcV"
+        if not relative <= (0.0 if exact else rounding):
+            found.append(Difference(name, got[name], want[name], relative))
+    return sorted(found, key=lambda each: each.name != "the loss is")
+
+
+# Numbers between 1/4 and 5/16 as uniform, by the key alone: a tensor's entries are alike, and whoever draws until a
+# number fits (as for a gamma distribution) comes to an end.
+
+
+def _next(key: jax.Array) -> jax.Array:
+    return key * jnp.uint32(1664525) + jnp.uint32(1013904223)
+
+
+def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+    bits = jnp.uint32(0x40000000) | (key[0] >> 4)
+    dtype = jnp.dtype(f"uint{width}")
+    own = bits.astype(dtype) << (width - 32) if width > 32 else (bits >> (32 - width)).astype(dtype)
+    return jnp.broadcast_to(own, shape)
+
+
+_CONSTANT = define_prng_impl(
+    key_shape=(1,),
+    seed=lambda seed: jnp.broadcast_to(seed, (1,)).astype(jnp.uint32),
+    split=lambda key, shape: jnp.broadcast_to(_next(key), (*shape, 1)),
+    random_bits=_bits,
+    fold_in=lambda key, number: _next(key),
+    name="axonn_constant",
+    tag="constant",
+)
+
+
+def _constant_key() -> jax.Array:
+    return jax.random.key(0, impl=_CONSTANT)
