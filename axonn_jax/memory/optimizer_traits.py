@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import DictKey
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
@@ -45,6 +46,8 @@ _DRIVEN = "an optax transformation of gradients and parameters, which may ask fo
 
 def check_optimizer_type(optimizer: Any) -> None:
     """Raise ``UserError`` for what is no optax transformation."""
+    if isinstance(optimizer, optax.MultiSteps):
+        raise UserError("optimizer", "MultiSteps", "the transformation inside it, with microbatches= for its steps")
     if not isinstance(optimizer, GradientTransformation):
         raise UserError("optimizer", type(optimizer).__name__, _DRIVEN)
 

@@ -173,7 +173,8 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     for keys, variable in nnx.to_flat_state(nnx.state(copy)):
         sharding = NamedSharding(mesh, layouts.get(id(variable), P()))
         if isinstance(variable, nnx.Variable):
-            placed.append((keys, variable.replace(put(variable.get_raw_value(), sharding))))
+            value = jax.tree.map(lambda array: put(array, sharding), variable.get_raw_value())  # noqa: B023
+            placed.append((keys, variable.replace(value)))
         else:  # an array that is an attribute, such as a convolution's mask
             placed.append((keys, put(variable, sharding)))
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)

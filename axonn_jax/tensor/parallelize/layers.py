@@ -238,10 +238,11 @@ class ShardedLayerNorm(nnx.LayerNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does, with a two-pass variance; with a mask, call the Flax layer, laid out by
-        XLA."""
-        norm = functools.partial(layer_norm, recomputed=recomputed_in_maps)
-        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, norm, ("scale", "bias"))
+        """Normalise as the Flax layer does, with a two-pass variance; with a mask, or of numbers that float32 does not
+        hold, call the Flax layer, laid out by XLA."""
+        if mask is not None or not _in_float32(self, x):
+            return super().__call__(x, mask=mask)
+        return _normed(self, x, functools.partial(layer_norm, recomputed=recomputed_in_maps), ("scale", "bias"))
 
 
 class ShardedRMSNorm(nnx.RMSNorm):
@@ -250,8 +251,18 @@ class ShardedRMSNorm(nnx.RMSNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does; with a mask, call the Flax layer, laid out by XLA."""
-        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, rms_norm, ("scale",))
+        """Normalise as the Flax layer does; with a mask, or of numbers that float32 does not hold, call the Flax layer,
+        laid out by XLA."""
+        if mask is not None or not _in_float32(self, x):
+            return super().__call__(x, mask=mask)
+        return _normed(self, x, rms_norm, ("scale",))
+
+
+def _in_float32(layer: Any, x: jax.Array) -> bool:
+    """True if a norm's numbers are real and of at most 32 bits."""
+    held = [value for value in (x, layer.scale, getattr(layer, "bias", None)) if value is not None]
+    dtype = jnp.result_type(*(value.dtype for value in held))
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
 
 
 def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> jax.Array:

@@ -26,11 +26,11 @@ Loss = Callable[..., Any]
 
 
 def takes_key(loss: Loss) -> bool:
-    """True if a loss has a third argument without a default: a key, for dropout and the like."""
+    """True if a loss has a third argument without a default, or of default None: a key, for dropout and the like."""
     plain = getattr(loss, "plain", loss)
     arguments = inspect.signature(plain).parameters.values()
-    needed = [p for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(needed) > 2
+    places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 2 and places[2].default in (inspect.Parameter.empty, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr, register_dataclass, tree_flatten_with_path
+from jax.tree_util import keystr, register_dataclass, tree_flatten_with_path, tree_map_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
@@ -18,16 +18,16 @@ from axonn_jax.train.modules.apart import ROW_AXES
 @register_dataclass
 @dataclass(frozen=True)
 class Replicated:
-    """An array of a batch that has no rows: every device gets it whole."""
+    """Arrays of a batch that have no rows: every device gets them whole."""
 
     value: Any
 
 
 def replicated(array: Any) -> Replicated:
-    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a scalar.
+    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a number.
 
     Args:
-        array: The array, the same in every process; the loss gets it as it is.
+        array: The array, or a tree of arrays, the same in every process; the loss gets it as it is.
     """
     return Replicated(array)
 
@@ -82,7 +82,7 @@ class TreeBatches:
     def read(self, batch: Any, *, counts: bool = False) -> Any:
         """Return a batch as numpy's; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
         leaves, structure = tree_flatten_with_path(batch, is_leaf=is_replicated)
-        arrays = [value if is_replicated(value) else _array(path, value) for path, value in leaves]
+        arrays = [_without_rows(path, v) if is_replicated(v) else _array(path, v) for path, v in leaves]
         rows = {keystr(path): len(a) for (path, _), a in zip(leaves, arrays, strict=True) if not is_replicated(a)}
         if len(set(rows.values())) != 1 or 0 in rows.values():
             shown = ", ".join(f"{path}: {count}" for path, count in rows.items()) or "no array"
@@ -124,7 +124,8 @@ class TreeBatches:
 
         def placed(leaf: Any) -> Any:
             if is_replicated(leaf):
-                return Replicated(copied(leaf.value, NamedSharding(self.grid.mesh, P())))
+                whole = NamedSharding(self.grid.mesh, P())
+                return Replicated(jax.tree.map(lambda value: copied(value, whole), leaf.value))
 
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
@@ -146,12 +147,21 @@ class TreeBatches:
         return NamedSharding(self.grid.mesh, P(None, "data", over))
 
 
-def _array(path: Any, value: Any) -> np.ndarray:
+def _without_rows(path: Any, marked: Replicated) -> Replicated:
+    """Return arrays without rows as they are on a device or numpy's; raises ``UserError`` for what is none."""
+
+    def array(inner: Any, value: Any) -> Any:
+        return value if isinstance(value, jax.Array) else _array((*path, *inner), value, rows=False)
+
+    return Replicated(tree_map_with_path(array, marked.value))
+
+
+def _array(path: Any, value: Any, *, rows: bool = True) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:  # from objects that turn into arrays, or uneven lists
         raise UserError(f"batch{keystr(path)}", type(value).__name__, "an array with rows in front") from error
-    if array.ndim == 0 or array.dtype.kind in "OSUMm":
+    if (rows and array.ndim == 0) or array.dtype.kind in "OSUMm":
         accepted = "an array of numbers with rows in front; ax.replicated(value) for one without rows"
         raise UserError(f"batch{keystr(path)}", f"{array.dtype} of shape {array.shape}", accepted)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from axonn_jax.errors import UserError
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
 from axonn_jax.tensor.params import Params, copied
@@ -89,7 +90,10 @@ class TreeApart:
         if isinstance(aux, Mapping) and (given := self._collections & set(aux)):
             leaves, _ = tree_flatten_with_path({name: aux[name] for name in given})
             named = {keystr(path, simple=True, separator="."): value for path, value in leaves}
-            changed = {name: value.astype(carried[name].dtype) for name, value in named.items() if name in carried}
+            if strange := [name for name in named if name not in carried]:
+                had = next(iter(carried), "none")
+                raise UserError("loss", f"{strange[0]} among its numbers", f"state under the names that it has, as {had}")
+            changed = {name: value.astype(carried[name].dtype) for name, value in named.items()}
             aux = {name: value for name, value in aux.items() if name not in given}
         return LossResult(loss, aux, changed)
 

@@ -121,7 +121,8 @@ class Proof:
         self.way = "parts" if same else next(way for way in ("whole", "xla", "parts") if way in found)
         count = self._batches.microbatches
         advice = f"microbatches = {count} change the loss, for which weight= or microbatches=1 is the way out"
-        return [f"rows: {_INSTEAD[self.way]}; {advice}: {lines[0]}"]
+        changed = f"{advice}: " if count > 1 else ""
+        return [f"rows: {_INSTEAD[self.way]}; {changed}{lines[0]}"]
 
     def _differences(self, got: Results, want: Results, *given: Any) -> list[Difference]:
         """Return the results that differ beyond rounding, as far as another computation of the same shows it."""
@@ -150,7 +151,8 @@ class Proof:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
 
         def run(params: Params, carried: Params, batch: Any) -> Any:
-            result = self._program.model.run(params, carried, _constant_key(), batch, training=True, way="xla")
+            key = jax.random.fold_in(_constant_key(), 0)  # as of the one part
+            result = self._program.model.run(params, carried, key, batch, training=True, way="xla")
             return result.loss, result.aux, result.carried
 
         device = self._mesh.local_devices[0]
@@ -198,7 +200,7 @@ def _say(lines: list[str]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].split('. ')[0]}"
 
 
 def _dense(weight: Any) -> jax.Array:
