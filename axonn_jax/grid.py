@@ -138,10 +138,8 @@ class Grid(NamedTuple):
         Inside, the mesh of an earlier grid or of a script's `jax.set_mesh` is not set.
         """
         import jax
-        import numpy as np
 
-        alone = self.shape.pipe == 1
-        return jax.set_mesh(self.mesh if alone else jax.sharding.Mesh(np.empty((), object), ()))
+        return jax.set_mesh(self.mesh) if self.shape.pipe == 1 else without_mesh()
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Lay a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.
@@ -213,3 +211,11 @@ def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.shardi
         raise UserError("grid", shape, f"{prod(sizes)} devices a stage, not {len(devices)}")
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
     return jax.sharding.Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=auto)
+
+
+def without_mesh() -> "AbstractContextManager[object]":
+    """Return a context in which no mesh is set, for arrays that each have their own."""
+    import jax
+    import numpy as np
+
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))

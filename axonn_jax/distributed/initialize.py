@@ -70,6 +70,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     ``UserError`` names the first differing line, before anything waits for a process with another program.
     """
     import jax
+    from flax import nnx
 
     from axonn_jax import compat
     from axonn_jax.backend.cpu_allocator import keep_freed_memory
@@ -105,6 +106,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
     grid.entered()
+    nnx.use_eager_sharding(False)  # axes that a model's author names are of another mesh; `parallelize` lays it out
     if world.size > 1 and gives_up_on_late_peers(jax.default_backend()):
         warm_up(grid.mesh)
     return world, grid

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
@@ -22,7 +22,7 @@ from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkp
 from axonn_jax.data.tokenize import ends_of, load
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
-from axonn_jax.grid import Grid, GridShape, build_mesh
+from axonn_jax.grid import Grid, GridShape, build_mesh, without_mesh
 from axonn_jax.inference.cpu_kernels import with_kernels_transposed
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import BlockComm
@@ -161,7 +161,7 @@ class _Plan:
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     """Return a live model's weights, from any meshes, cast and laid out; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
-    with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
+    with without_mesh():
         given = split_module(fit_vocabulary(merged(model), grid.shape)).params
         params = {name: given[name].astype(want.dtype) for name, want in plan.read.items()}
     return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))

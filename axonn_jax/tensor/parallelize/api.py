@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.grid import Grid
+from axonn_jax.grid import Grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import given, sharded
@@ -58,7 +58,8 @@ def parallelize(
     given: Any = model
     if not (isfunction(given) or isinstance(given, partial)):
         return _parallelized(given, grid, call, overrides or {})
-    abstract: Any = nnx.eval_shape(given)
+    with without_mesh():  # axes that the model's author names are not the grid's
+        abstract: Any = nnx.eval_shape(given)
     split: Any = _parallelized(abstract, grid, call, overrides or {})
     return given() if split is abstract else nnx.merge(nnx.graphdef(split), birth(given, split)())
 

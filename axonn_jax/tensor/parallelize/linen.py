@@ -19,6 +19,7 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
+from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 
 Loss = Callable[..., Any]
@@ -108,7 +109,7 @@ class LinenLoss:
         plan = self.plans.get(call.layer.key) if call.layer is not None else None
         if call.layer is not None and plan is not None and plan.sharded:
             return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
-        if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name is None:
+        if self.mapped_axis is not None and call.base is linen.BatchNorm:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
         return call.by_rows(self.mesh, self.row_axes)
 
@@ -146,7 +147,11 @@ def parallelize_linen(
             loss returns anything but a scalar, lays an array out on another mesh, or an override matches nothing.
     """
     _check(loss, params, grid, batch)
-    traced = (lambda params, batch: loss(params, batch, jax.random.key(0))) if takes_key(loss) else loss
+    key, axes = (jax.random.key(0),) if takes_key(loss) else (), MappedAxes()
+
+    def traced(params: Any, batch: Any) -> Any:
+        return axes.call(lambda: loss(params, batch, *key))
+
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
         plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides or {}, layers))

@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from axonn_jax.errors import UserError
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
+from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.params import Params, copied
 from axonn_jax.train.modules.apart import (
     REPLICAS,
@@ -46,6 +47,7 @@ class TreeApart:
     """
 
     def __init__(self, tree: Any, loss: Loss, compute: Any, mesh: Mesh):
+        self._axes = MappedAxes()
         self._loss, self._losses = loss, _losses(loss, compute)
         leaves, self._tree = tree_flatten_with_path(tree)
         arrays = {keystr(path, simple=True, separator="."): jnp.asarray(value) for path, value in leaves}
@@ -82,6 +84,12 @@ class TreeApart:
 
     def run(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
+    ) -> LossResult:
+        called = partial(self._run, params, carried, key, rows, training, way)
+        return self._axes.call(called)  # type: ignore[no-any-return]
+
+    def _run(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
     ) -> LossResult:
         tree, function = self.restored(params, carried), self._losses[way]
         tree = function.gather_spread(tree) if isinstance(function, LinenLoss) else tree

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from axonn_jax.tensor.parallelize.api import as_flax, gather_spread, modules, wi
 from axonn_jax.tensor.parallelize.kinds import Kernel, describe
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.parallelize.linen import takes_key
+from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.params import Params, copied
 from axonn_jax.train.modules.apart import (
     REPLICAS,
@@ -56,6 +58,7 @@ class ModuleApart:
     """
 
     def __init__(self, model: nnx.Module, loss: Loss, wrt: Any, compute: Any, mesh: Mesh):
+        self._axes = MappedAxes()
         self._loss, self._compute = loss, compute
         if any(isinstance(value, nnx.Intermediate) for _, value in nnx.iter_graph(model)):
             model = nnx.clone(model)
@@ -64,9 +67,10 @@ class ModuleApart:
         self._graph, self._streams, state = split
         chosen = nnx.filterlib.to_predicate(wrt)
         self._held, arrays, trained = list[Held](), dict[str, Any](), dict[str, tuple[Any, Any]]()
-        frozen = set[str]()
+        frozen, self._impls = set[str](), dict[str, Any]()
         for held, values in _leaves(state):
             self._held.append(held)
+            self._impls |= {n: jax.random.key_impl(v) for n, v in values.items() if _is_key(v)}
             arrays |= {name: _array(name, value) for name, value in values.items()}
             if isinstance(held.empty, nnx.Variable) and chosen(held.path, held.empty):
                 for name, value in values.items():
@@ -101,6 +105,12 @@ class ModuleApart:
     def run(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
     ) -> LossResult:
+        called = partial(self._run, params, carried, key, rows, training, way)
+        return self._axes.call(called)  # type: ignore[no-any-return]
+
+    def _run(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
+    ) -> LossResult:
         own = {name: value.astype(self._dtype(name)) for name, value in params.items()}
         frozen = {name: carried[name].astype(self._dtype(name)) for name in self._frozen}
         drawn = key is not None and self._streamed
@@ -134,11 +144,12 @@ class ModuleApart:
         return self._dtypes[name] if self._compute is None or name in self._in_layers else self._compute
 
     def _merged(self, values: Params, streams: Any) -> nnx.Module:
-        filled = [(held.path, _filled(held, values)) for held in self._held]
+        keys = {name: jax.random.wrap_key_data(values[name], impl=impl) for name, impl in self._impls.items()}
+        filled = [(held.path, _filled(held, {**values, **keys})) for held in self._held]
         return nnx.merge(self._graph, nnx.from_flat_state(filled), streams, copy=True)
 
     def _values(self, model: nnx.Module) -> dict[str, Any]:
-        """Return the arrays of a module by name, of those that it had at first."""
+        """Return a module's arrays by name, of those that it had at first."""
         state = dict(nnx.to_flat_state(nnx.state(model)))
         found = {}
         for held in self._held:
@@ -168,7 +179,9 @@ def _filled(held: Held, values: Mapping[str, Any]) -> Any:
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    """Return a value as an array; raises ``UserError`` for what is none."""
+    """Return a value as an array, of a key its data; raises ``UserError`` for what is none."""
+    if _is_key(value):
+        return jax.random.key_data(value)
     try:
         return value if isinstance(value, jax.Array) else jnp.asarray(value)
     except TypeError as error:
@@ -177,11 +190,16 @@ def _array(name: str, value: Any) -> jax.Array:
 
 def _as_before(name: str, value: Any, like: Any) -> jax.Array:
     """Return a value that a call has written, in the dtype that it had; raises ``UserError`` for another shape."""
+    value = jax.random.key_data(value) if _is_key(value) else value
     if jnp.shape(value) != like.shape:
         accepted = f"the shape that it has, {like.shape}, after a call"
         raise UserError("model", f"{name} written with shape {jnp.shape(value)}", accepted)
-    keyed = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return value if keyed else jnp.asarray(value, like.dtype)  # type: ignore[no-any-return]
+    return jnp.asarray(value, like.dtype)
+
+
+def _is_key(value: Any) -> bool:
+    """True if a value is a typed key."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _dotted(path: Any) -> str:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import without_mesh
 from axonn_jax.memory.forms import Weights
 from axonn_jax.tensor.params import Params
 from axonn_jax.terminal import say
@@ -139,7 +140,7 @@ class Proof:
     def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
         """Return the results of all rows at once, by one device where it has room, and the rows."""
         if jax.process_count() == 1 and sum(value.size * value.dtype.itemsize for value in params.values()) <= _SMALL:
-            with jax.set_mesh(Mesh(np.empty((), object), ())):
+            with without_mesh():
                 return self._alone(params, carried, batch)
         batch, one = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
         try:
@@ -208,12 +209,11 @@ def _dense(weight: Any) -> jax.Array:
 
 
 def _named(loss: Any, aux: Any, carried: Params) -> Results:
-    """Return results on the host, keys as their data."""
+    """Return results on the host."""
     named = {"the loss is": loss}
     named |= {f"aux{keystr(path)} is": value for path, value in tree_leaves_with_path(aux)}
     named |= {f"state {name} is": value for name, value in carried.items()}
-    keys = jax.dtypes.prng_key
-    return {n: np.asarray(jax.random.key_data(v) if jnp.issubdtype(v.dtype, keys) else v) for n, v in named.items()}
+    return {name: np.asarray(value) for name, value in named.items()}
 
 
 def _apart(got: Results, want: Results, rounding: float) -> list[Difference]:
