@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from axonn_jax.tensor.parallelize.report import sharding_report
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
     from axonn_jax.train.modules.batches import replicated
+    from axonn_jax.train.modules.program import total
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
@@ -67,6 +68,7 @@ _HOME = {
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
     "replicated": "axonn_jax.train.modules.batches",
+    "total": "axonn_jax.train.modules.program",
     "UserError": "axonn_jax.errors",
     "goldfish": "axonn_jax.data.goldfish",
     "in_flight": "axonn_jax.distributed.bounded",

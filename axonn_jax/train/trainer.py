@@ -21,6 +21,7 @@ from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.job import loss_job
+from axonn_jax.train.modules.program import is_total
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
@@ -101,6 +102,7 @@ class Trainer:
         check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
+        self._by_loss = loss is not None
         with grid.entered():
             if loss is not None:
                 job = loss_job(model, optimizer, grid, loss=loss, weight=weight, rows=rows, wrt=wrt, tensor=tensor, **given)
@@ -159,25 +161,40 @@ class Trainer:
         return metrics
 
     @_on_own_mesh
-    def evaluate(self, batches: Iterable[Any]) -> float:
+    def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
         """Return the mean loss over the targets of batches, without dropout, after waiting.
 
         Args:
             batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where
                 this process has all of them. Sequences without targets fill a batch up.
+            loss: Another loss, for a trainer with `loss`, as one that calls a Linen module with `train=False`; it sees
+                the rows of all replicas.
+            aux: True to return (mean loss, the numbers beside it averaged alike) of a trainer with `loss`.
 
         Raises:
             UserError: No batch has a counted target.
         """
+        if (loss is not None or aux) and not self._by_loss:
+            raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
         self._pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         for batch in map(shaped.read, batches):
             rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # a smaller one in the same program
-            results.append(bounded(self.engine.mean_loss(shaped.filled(batch, rows))))
-        counts = [float(targets) for _, targets in results]
+            filled = shaped.filled(batch, rows)
+            given = self.engine.numbers(filled, loss) if self._by_loss else (*self.engine.mean_loss(filled), {})
+            results.append(bounded(given))
+        counts = [float(count) for _, count, _ in results]
         if not any(counts):
             raise UserError("evaluate", "no targets", "at least one target that counts")
-        return sum(float(mean) * count for (mean, _), count in zip(results, counts, strict=True) if count) / sum(counts)
+
+        def mean(*values: Any) -> float:
+            if is_total(values[0]):
+                return sum(float(each.value) for each in values)
+            return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
+
+        found = mean(*(value for value, _, _ in results))
+        numbers = [each for _, _, each in results]
+        return (found, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else found
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:

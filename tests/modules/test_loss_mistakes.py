@@ -81,13 +81,13 @@ MADE = {
 }
 
 STEPS = {
-    "a loss a row": ({"loss": lambda m, x: jnp.square(m(x)).mean(-1)}, ROWS, r"^loss = float32 of shape \(4,\): "),
+    "a loss a row": ({"loss": lambda m, x: jnp.square(m(x)).mean(-1)}, ROWS, r"^loss = float32 of shape \(8,\): "),
     "no loss": ({"loss": lambda m, x: None}, ROWS, "^loss = a function that returns NoneType: "),
     "a whole number": ({"loss": lambda m, x: jnp.int32(1)}, ROWS, r"^loss = int32 of shape \(\): "),
     "logits beside it": (
         {"loss": lambda m, x: (m(x).mean(), m(x))},
         ROWS,
-        r"^loss = an array of shape \(4, 4\)",
+        r"^loss = an array of shape \(8, 4\)",
     ),
     "a weight a row": ({"weight": lambda x: x[:, 0]}, ROWS, r"^weight = an array of shape \(4,\): "),
     "rows that do not divide": ({"microbatches": 3}, ROWS, "^batch = 8 rows: a multiple of 6 rows"),
@@ -141,10 +141,6 @@ def test_convolutions_that_xla_would_split_wrong_are_refused():
     refused(lambda: trainer.step(rows), "^model = a jax.lax convolution of 2 groups: an nnx.Conv in its place")
     made(GridShape(data=2), lambda: Convolved(nnx.Rngs(0))).step(rows)
 
-
-def test_evaluations_have_batches_of_one_size():
-    trainer = made()
-    refused(lambda: trainer.evaluate([ROWS, ROWS[:4]]), "^evaluate = batches of 4 and 8 rows: ")
 
 
 def test_the_users_arrays_stay_and_so_does_the_trainer_after_a_mistake():

@@ -109,7 +109,7 @@ class LinenLoss:
         plan = self.plans.get(call.layer.key) if call.layer is not None else None
         if call.layer is not None and plan is not None and plan.sharded:
             return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
-        if self.mapped_axis is not None and call.base is linen.BatchNorm:
+        if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
         return call.by_rows(self.mesh, self.row_axes)
 

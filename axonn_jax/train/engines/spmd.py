@@ -129,6 +129,7 @@ class SpmdEngine:
         self._temporaries: dict[Hashable, TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.evaluate)
+        self._forward: dict[Any, Callable[..., Any]] = {}
         self._in_flight = InFlight()
         return stack, self.offloaded.update if self.offloaded else self._step.update
 
@@ -221,6 +222,20 @@ class SpmdEngine:
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
         self._settle(batch)
         return self._loss(self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
+
+    def numbers(self, batch: Any, loss: Any = None) -> Any:
+        """Return the mean loss of a batch, its weight and the numbers beside it, by the job's loss or another.
+
+        The job is one of a user's loss (`train/modules/`).
+        """
+        ragged = self.batches.ragged(batch)
+        if not ragged:
+            self._settle(batch)
+        if (form := (loss, ragged)) not in self._forward:
+            self._forward[form] = jax.jit(self.program.of(loss, whole=ragged).forward)
+        given = self.batches.shard_ragged(batch) if ragged else self.batches.shard(batch)
+        result = self._forward[form](self.store.weights, self._carried, given)
+        return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102
         return self.store.finite()

@@ -47,6 +47,8 @@ class Apart(Protocol):
     """State that is not trained and that calls may change, by path."""
     kernels: tuple[str, ...]
     """Names of the kernels of layers that have a sharded form, tables of embeddings left out."""
+    split: bool
+    """True if layers may have a sharded form; else parameters are gathered where the loss uses them."""
     draws: bool
     """True if the loss draws random numbers."""
     tree: OwnTree
@@ -54,6 +56,9 @@ class Apart(Protocol):
 
     def exact(self) -> "Apart":
         """Return the model with its loss in float32 wherever it names no dtype."""
+
+    def with_loss(self, loss: Loss) -> "Apart":
+        """Return the model with another loss."""
 
     def run(
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way

@@ -1,5 +1,6 @@
 """Global batches of any pytree of arrays with rows in front."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ class TreeBatches:
         return self._local[rows]
 
     def read(self, batch: Any, *, counts: bool = False) -> Any:
-        """Return a batch as numpy's; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
+        """Return a batch as numpy's, or as it is on devices; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
         leaves, structure = tree_flatten_with_path(batch, is_leaf=is_replicated)
         arrays = [_without_rows(path, v) if is_replicated(v) else _array(path, v) for path, v in leaves]
         rows = {keystr(path): len(a) for (path, _), a in zip(leaves, arrays, strict=True) if not is_replicated(a)}
@@ -95,12 +96,15 @@ class TreeBatches:
         return next(len(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf))
 
     def filled(self, batch: Any, rows: int) -> Any:
-        """Return the batch; raises ``UserError`` where rows that do not count would have to be added."""
-        if (have := self.rows(batch)) != rows:
-            raise UserError(
-                "evaluate", f"batches of {have} and {rows} rows", f"rows in a multiple of {self.share}, alike"
-            )
+        """Return the batch, of any number of rows in a run of one process; raises ``UserError`` for one that does not
+        divide over processes."""
+        if self.ragged(batch) and jax.process_count() > 1:
+            raise UserError("evaluate", f"{self.rows(batch)} rows", f"a multiple of {self.share} rows in this process")
         return batch
+
+    def ragged(self, batch: Any) -> bool:
+        """True if the rows of a batch do not divide over replicas and microbatches."""
+        return self.rows(batch) % self.share != 0
 
     def first(self, batch: Any, share: float) -> Any:
         """Return about this share of the rows of every part, the first ones; all where processes divide a part."""
@@ -114,6 +118,25 @@ class TreeBatches:
 
     def shard(self, batch: Any) -> Any:
         """Return arrays [microbatches, replicas, rows, ...] on the mesh; replicated ones as they are."""
+        return self._placed(batch, self._split(batch))
+
+    def shard_ragged(self, batch: Any) -> Any:
+        """Return arrays [1, 1, rows, ...], whole on every device."""
+        everywhere = NamedSharding(self.grid.mesh, P())
+        return self._placed(batch, lambda leaf: copied(leaf[None, None], everywhere))
+
+    def _placed(self, batch: Any, place: Callable[[Any], Any]) -> Any:
+        everywhere = NamedSharding(self.grid.mesh, P())
+
+        def placed(leaf: Any) -> Any:
+            if is_replicated(leaf):
+                return Replicated(jax.tree.map(lambda value: copied(value, everywhere), leaf.value))
+            return place(leaf)
+
+        return jax.tree.map(placed, batch, is_leaf=is_replicated)
+
+    def _split(self, batch: Any) -> Callable[[Any], Any]:
+        """Return a function that lays arrays with the rows of a batch out."""
         have, share = self.rows(batch), self.share
         if have % share:
             raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
@@ -123,9 +146,8 @@ class TreeBatches:
         sharding = self._sharding(numbers.shape[2])
 
         def placed(leaf: Any) -> Any:
-            if is_replicated(leaf):
-                whole = NamedSharding(self.grid.mesh, P())
-                return Replicated(jax.tree.map(lambda value: copied(value, whole), leaf.value))
+            if isinstance(leaf, jax.Array):
+                return jax.device_put(leaf.reshape(*numbers.shape, *leaf.shape[1:]), sharding)
 
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
@@ -135,7 +157,7 @@ class TreeBatches:
 
             return jax.make_array_from_callback((*numbers.shape, *leaf.shape[1:]), sharding, shard)
 
-        return jax.tree.map(placed, batch, is_leaf=is_replicated)
+        return placed
 
     def _numbers(self, rows: int) -> np.ndarray:
         """Numbers of a global batch's rows, [microbatches, replicas, rows of a replica]."""
@@ -156,14 +178,17 @@ def _without_rows(path: Any, marked: Replicated) -> Replicated:
     return Replicated(tree_map_with_path(array, marked.value))
 
 
-def _array(path: Any, value: Any, *, rows: bool = True) -> np.ndarray:
+def _array(path: Any, value: Any, *, rows: bool = True) -> Any:
+    on_devices = isinstance(value, jax.Array) and jax.process_count() == 1
     try:
-        array = np.asarray(value)
+        array = value if on_devices else np.asarray(value)
     except Exception as error:  # from objects that turn into arrays, or uneven lists
         raise UserError(f"batch{keystr(path)}", type(value).__name__, "an array with rows in front") from error
     if (rows and array.ndim == 0) or array.dtype.kind in "OSUMm":
         accepted = "an array of numbers with rows in front; ax.replicated(value) for one without rows"
         raise UserError(f"batch{keystr(path)}", f"{array.dtype} of shape {array.shape}", accepted)
+    if on_devices:
+        return array
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype.kind in "iu" and dtype != array.dtype and array.size:
         bounds = np.iinfo(dtype)

@@ -21,7 +21,6 @@ from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
-from axonn_jax.tensor.parallelize.linen import LinenLoss
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.pruning import choice_of_forms
@@ -72,9 +71,6 @@ def loss_job(
         _check_tree(model)
         if wrt is not nnx.Param:
             raise UserError("wrt", wrt, "nnx.Param with a tree of parameters")
-        if grid.shape.z * grid.shape.y * grid.shape.x > 1 and not isinstance(loss, LinenLoss):
-            accepted = "that of loss, params = ax.parallelize_linen(loss, params, grid, batch) with z, y or x above 1"
-            raise UserError("loss", "a function of parameters that are not split", accepted)
         apart = TreeApart(model, loss, compute, grid.mesh)
     if not apart.params:
         raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from axonn_jax.errors import UserError
+from axonn_jax.tensor.parallelize.layouts import Stored, further_layouts
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
@@ -41,14 +42,14 @@ class TreeApart:
 
     Args:
         tree: Parameters on the mesh, as `parallelize_linen` returns them.
-        loss: Its loss, as `parallelize_linen` returns it, or of plain Linen modules where the mesh has one device.
+        loss: Its loss, as `parallelize_linen` returns it, or any other, for which parameters are spread over the mesh.
         compute: Dtype of the computation wherever a module names none; None leaves it to the modules.
         mesh: Mesh of the parameters.
     """
 
     def __init__(self, tree: Any, loss: Loss, compute: Any, mesh: Mesh):
         self._axes = MappedAxes()
-        self._loss, self._losses = loss, _losses(loss, compute)
+        self._loss, self._losses, self._compute = loss, _losses(loss, compute), compute
         leaves, self._tree = tree_flatten_with_path(tree)
         arrays = {keystr(path, simple=True, separator="."): jnp.asarray(value) for path, value in leaves}
         self._names = list(arrays)
@@ -59,7 +60,11 @@ class TreeApart:
         state = {n for n, v in arrays.items() if n.split(".")[0] in self._collections or not is_float(v)}
         self.params = {name: value.astype(jnp.float32) for name, value in arrays.items() if name not in state}
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
-        self.specs = {name: spec_of_value(value) for name, value in arrays.items() if name not in state}
+        self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
+        self.split = isinstance(loss, LinenLoss)
+        if not self.split:
+            whole = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
+            self.specs |= {n: P(*s, *[None] * (len(whole[n].shape) - len(s))) for n, s in further_layouts(whole, mesh).items()}
         replicated = NamedSharding(mesh, P())
         self.carried = {name: copied(arrays[name], replicated) for name in state}
         holders = loss.holders if isinstance(loss, LinenLoss) else ()
@@ -80,6 +85,12 @@ class TreeApart:
     def exact(self) -> "TreeApart":  # noqa: D102
         other = copy(self)
         other._losses = _losses(self._loss, None)
+        return other
+
+    def with_loss(self, loss: Loss) -> "TreeApart":  # noqa: D102
+        other = copy(self)
+        other._loss, other._losses, other._keyed = loss, _losses(loss, self._compute), takes_key(loss)
+        other._axes, other.split = MappedAxes(), isinstance(loss, LinenLoss)
         return other
 
     def run(  # noqa: D102

@@ -86,6 +86,7 @@ class ModuleApart:
         self.tree = StateTree(trained)
         others = {name: value for name, value in arrays.items() if name not in trained}
         self.carried = {name: copied(v, NamedSharding(mesh, spec_of_value(v))) for name, v in others.items()}
+        self.split = True
         self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
         self.draws = self._streamed or self._keyed
         members = modules(model).values()
@@ -100,6 +101,11 @@ class ModuleApart:
     def exact(self) -> "ModuleApart":  # noqa: D102
         other = copy(self)
         other._compute = None
+        return other
+
+    def with_loss(self, loss: Loss) -> "ModuleApart":  # noqa: D102
+        other = copy(self)
+        other._loss, other._keyed, other._axes = loss, takes_key(loss), MappedAxes()
         return other
 
     def run(  # noqa: D102

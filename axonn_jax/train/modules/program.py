@@ -1,7 +1,7 @@
 """Programs of the gradients of any Flax model: of replicas side by side, or of the rows of all replicas as one array."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import register_dataclass
 
 from axonn_jax.backend.traits import convolves_slowly_in_loops
 from axonn_jax.errors import UserError
@@ -20,15 +21,32 @@ from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
 from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
-from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.specs import shard_mapped, size_over
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, LossResult, Way
+from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way
 from axonn_jax.train.modules.batches import is_replicated
 
 _FLOAT32 = jnp.dtype("float32")
 
 Weight = Callable[[Any], Any]
 """Function of a batch -> what its mean loss counts."""
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Total:
+    """A number beside a loss that adds up over the rows."""
+
+    value: Any
+
+
+def total(value: Any) -> Total:
+    """Mark a number that a `Trainer`'s loss returns as one to be added up over the rows of a batch, not averaged.
+
+    Args:
+        value: The sum over the rows that the loss has, a scalar.
+    """
+    return Total(value)
 
 
 class Forward(NamedTuple):
@@ -128,6 +146,12 @@ class LossProgram(OnMesh):
         result = self.forward(params, carried, batch)
         return result.loss, result.weight
 
+    def of(self, loss: Loss | None, *, whole: bool) -> "LossProgram":
+        """Return the program of another loss, of all rows of a batch where they are `whole` or the loss is another."""
+        model = self.model if loss is None else self.model.with_loss(loss)
+        way: Way = "whole" if (whole or loss is not None) and self.way == "parts" else self.way
+        return replace(self, model=model, way=way if model.split else "xla")
+
     def check_traced(self, jaxpr: Any) -> None:
         """Raise ``UserError`` for a convolution between layers, which XLA splits wrong."""
         check_grouped(jaxpr, self.grid.mesh, MARK)
@@ -136,6 +160,10 @@ class LossProgram(OnMesh):
     def _stacked(self) -> Specs:
         """Layouts of the replicas' copies."""
         return {name: P("data", *spec) for name, spec in self.parts.specs.items()}
+
+    def _used(self, name: str) -> P:
+        """Return the layout in which the loss gets a parameter."""
+        return self.parts.specs[name] if self.model.split and self.way != "xla" else P()
 
     def _shares(self, batch: Any, parts: int) -> tuple[jax.Array, jax.Array]:
         """Return each part's share of the mean loss, and the weight of the batch.
@@ -170,15 +198,14 @@ class LossProgram(OnMesh):
         if self.way != "parts":
             batch = jax.tree.map(self._as_one, batch, is_leaf=is_replicated)
             shares, weight = self._shares(batch, 1)
-            kept = self.parts.specs if self.way == "whole" else dict.fromkeys(dense, P())
-            own = {name: self._constrained(value.astype(jnp.float32), kept[name]) for name, value in dense.items()}
+            own = {name: self._constrained(v.astype(jnp.float32), self._used(name)) for name, v in dense.items()}
             return local(own, carried, batch, shares, 0, key, scale), weight
         shares, weight = self._shares(batch, 2)
         replicas = self.grid.shape.data
 
         def copies(name: str, value: jax.Array) -> jax.Array:
             stacked = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
-            return self._constrained(stacked, self._stacked[name])
+            return self._constrained(stacked, P("data", *self._used(name)))
 
         def replica(*given: Any) -> Any:
             return local(*given, key, scale)
@@ -194,7 +221,8 @@ class LossProgram(OnMesh):
         if is_replicated(leaf):
             return leaf
         count, data, rows, *rest = leaf.shape
-        over = ("data", *ROW_AXES) if rows % self.grid.shape.z == 0 else ("data",)
+        axes = (("data", *ROW_AXES), ("data",), ())
+        over = next(each for each in axes if data * rows % size_over(self.grid.mesh, each) == 0) or None
         return self._constrained(leaf.reshape(count, data * rows, *rest), P(None, over))
 
     def _part_key(self, key: Any, number: Any, replica: Any) -> Any:
@@ -241,7 +269,7 @@ class LossProgram(OnMesh):
             else:
                 (_, result), grads = backward(*given)
                 sums = self._added(formed, sums, grads, share)
-            aux = jax.tree.map(partial(_number, share), result.aux)
+            aux = averaged(share, result.aux)
             return (total + result.loss, sums, {**state, **result.carried}), aux
 
         microbatches, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), carried
@@ -271,6 +299,7 @@ class LossProgram(OnMesh):
 
 def _step_results(grads: Params, loss: Any, norm: Any, scale: Any, aux: Any, changed: Params) -> StepResults:
     norm = norm if scale is None else norm / scale
+    aux = jax.tree.map(lambda leaf: leaf.value if is_total(leaf) else leaf, aux, is_leaf=is_total)
     return StepResults(grads, loss, norm, {"aux": aux} if jax.tree.leaves(aux) else {}, changed)
 
 
@@ -299,12 +328,23 @@ def _weight(weight: Weight, batch: Any, rows: list[jax.Array]) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
 
 
-def _number(share: jax.Array, value: Any) -> jax.Array:
-    """Return a number's part of its mean; raises ``UserError`` for what is no number."""
+def is_total(leaf: Any) -> bool:
+    """True if a node of the numbers beside a loss is marked by `total`."""
+    return isinstance(leaf, Total)
+
+
+def averaged(share: Any, aux: Any) -> Any:
+    """Return the numbers' parts of their means and totals; raises ``UserError`` for what is no number."""
+    return jax.tree.map(partial(_number, share), aux, is_leaf=is_total)
+
+
+def _number(share: Any, given: Any) -> Any:
+    value = given.value if isinstance(given, Total) else given
     if jnp.shape(value) != ():
-        given = f"an array of shape {jnp.shape(value)} beside the loss"
-        raise UserError("loss", given, "numbers, which are averaged as the loss is: take a mean over the rows")
-    return _share_of(jnp.asarray(value, jnp.float32), share)
+        accepted = "numbers, averaged as the loss is: take a mean over the rows, or ax.total(sum)"
+        raise UserError("loss", f"an array of shape {jnp.shape(value)} beside the loss", accepted)
+    number = jnp.asarray(value, jnp.float32)
+    return Total(number) if isinstance(given, Total) else _share_of(number, share)
 
 
 def _share_of(value: jax.Array, share: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from axonn_jax.tensor.params import Params
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import Way
 from axonn_jax.train.modules.batches import TreeBatches, values_of
-from axonn_jax.train.modules.program import LossProgram
+from axonn_jax.train.modules.program import LossProgram, averaged
 
 Rows = Literal["auto", "parts", "whole"]
 ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
@@ -64,9 +64,11 @@ class Proof:
     """
 
     def __init__(self, rows: Rows, program: LossProgram, batches: TreeBatches):
-        self.way: Way = "whole" if rows == "whole" else "parts"
+        shape = program.grid.shape
+        kept = program.model.split or shape.z * shape.y * shape.x == 1
+        self.way: Way = rows if rows != "auto" else "parts" if kept else "xla"
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
-        self._mesh, shape = program.grid.mesh, program.grid.shape
+        self._mesh = program.grid.mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._half = False
         alone = shape.devices == batches.microbatches == 1
@@ -74,6 +76,8 @@ class Proof:
         """Number of the next step before which results are compared; None for no more."""
         if rows == "parts" and not alone:
             _say(['rows="parts": the loss of parts of the rows is not compared with that of all rows'])
+        if not kept:
+            _say(["rows: layers without ax.parallelize_linen are left to XLA, their parameters kept in parts"])
 
     def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
         """Compare results if that is due; True if the loss runs in another way from now on, which a line says.
@@ -154,7 +158,7 @@ class Proof:
         def run(params: Params, carried: Params, batch: Any) -> Any:
             key = jax.random.fold_in(_constant_key(), 0)  # as of the one part
             result = self._program.model.run(params, carried, key, batch, training=True, way="xla")
-            return result.loss, result.aux, result.carried
+            return result.loss, averaged(1.0, result.aux), result.carried
 
         device = self._mesh.local_devices[0]
         given = jax.device_put((params, carried), device)
