@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,7 +185,8 @@ def _array(path: Any, value: Any, *, rows: bool = True) -> Any:
         array = value if on_devices else np.asarray(value)
     except Exception as error:  # from objects that turn into arrays, or uneven lists
         raise UserError(f"batch{keystr(path)}", type(value).__name__, "an array with rows in front") from error
-    if (rows and array.ndim == 0) or array.dtype.kind in "OSUMm":
+    keys = on_devices and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    if (rows and array.ndim == 0) or (not keys and array.dtype.kind in "OSUMm"):
         accepted = "an array of numbers with rows in front; ax.replicated(value) for one without rows"
         raise UserError(f"batch{keystr(path)}", f"{array.dtype} of shape {array.shape}", accepted)
     if on_devices:
