@@ -20,6 +20,7 @@ from axonn_jax.tensor.params import Params
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import Way
 from axonn_jax.train.modules.batches import TreeBatches, values_of
+from axonn_jax.train.modules.divisors import divides_by_rows
 from axonn_jax.train.modules.program import LossProgram, averaged
 
 Rows = Literal["auto", "parts", "whole"]
@@ -47,8 +48,9 @@ class Difference(NamedTuple):
     """Largest difference over the largest value."""
 
     def __str__(self) -> str:
-        values = f" {float(self.got):.7g} and not {float(self.want):.7g}" if self.got.ndim == self.want.ndim == 0 else ""
-        return f"{self.name}{values} ({self.relative:.1e} apart)"
+        if self.got.ndim == self.want.ndim == 0:
+            return f"{self.name} {float(self.got):.7g}, of all rows at once {float(self.want):.7g}"
+        return f"{self.name} {self.relative:.1e} off that of all rows at once"
 
 
 class Proof:
@@ -70,7 +72,7 @@ class Proof:
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._mesh = program.grid.mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._half = False
+        self._half, self._divides = False, False
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
@@ -115,19 +117,20 @@ class Proof:
                 lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
                 continue
             differences = self._differences(found[way], want, params, carried, batch)
-            if not differences:
+            parts = self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
+            if not differences and not (self._divides and parts > 1):
                 self.way = way
                 return [f"rows: {_INSTEAD[way]}; {lines[-1]}"] if lines else []
-            more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
-            lines.append(f"{_RUNS[way]} {differences[0]}{more} of all rows at once")
+            more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+            what = f"{differences[0]}{more}" if differences else "the loss divides by a number computed from the rows"
+            lines.append(f"{_RUNS[way]} {what}")
         if not found:
             return lines
         same = {"parts", "whole"} <= set(found) and not _apart(found["parts"], found["whole"], _ROUNDING)
-        self.way = "parts" if same else next(way for way in ("whole", "xla", "parts") if way in found)
+        self.way = "parts" if same and not self._divides else next(way for way in ("whole", "xla", "parts") if way in found)
         count = self._batches.microbatches
-        advice = f"microbatches = {count} change the loss, for which weight= or microbatches=1 is the way out"
-        changed = f"{advice}: " if count > 1 else ""
-        return [f"rows: {_INSTEAD[self.way]}; {changed}{lines[0]}"]
+        advice = f"microbatches = {count} change what is learned unless weight= is what a part's mean counts: "
+        return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
 
     def _differences(self, got: Results, want: Results, *given: Any) -> list[Difference]:
         """Return the results that differ beyond rounding, as far as another computation of the same shows it."""
@@ -147,6 +150,8 @@ class Proof:
             with without_mesh():
                 return self._alone(params, carried, batch)
         batch, one = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
+        rows = values_of(batch)
+        self._read(jax.make_jaxpr(self._run_alone)(params, carried, rows).jaxpr, len(jax.tree.leaves(rows)))
         try:
             return self._results("whole", one, params, carried, batch), batch
         except Exception:  # of jax's manual axes
@@ -154,18 +159,12 @@ class Proof:
 
     def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
-
-        def run(params: Params, carried: Params, batch: Any) -> Any:
-            key = jax.random.fold_in(_constant_key(), 0)  # as of the one part
-            result = self._program.model.run(params, carried, key, batch, training=True, way="xla")
-            return result.loss, averaged(1.0, result.aux), result.carried
-
         device = self._mesh.local_devices[0]
         given = jax.device_put((params, carried), device)
         rows = jax.device_put(values_of(batch), device)
         if (form := str(jax.tree.map(jnp.shape, rows))) not in self._compiled:
-            traced = jax.jit(run).trace(*given, rows)
-            self._half = any(f"{name}[" in str(traced.jaxpr) for name in ("bf16", "f16"))
+            traced = jax.jit(self._run_alone).trace(*given, rows)
+            self._read(traced.jaxpr.jaxpr, len(jax.tree.leaves(rows)))
             compiled = traced.lower().compile()
             room = compiled.memory_analysis()
             fewer = self._batches.first(batch, _ROOM / max(1, room.temp_size_in_bytes)) if room else batch
@@ -173,6 +172,17 @@ class Proof:
                 return self._alone(params, carried, fewer)
             self._compiled[form] = compiled
         return _named(*self._compiled[form](*given, rows)), batch
+
+    def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
+        key = jax.random.fold_in(_constant_key(), 0)  # as of the one part
+        result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
+        return result.loss, averaged(1.0, result.aux), result.carried
+
+    def _read(self, jaxpr: Any, count: int) -> None:
+        """Learn from a traced loss, whose last `count` inputs are a batch, what one batch may not show."""
+        self._half = any(f"{name}[" in str(jaxpr) for name in ("bf16", "f16"))
+        of_rows = [at >= len(jaxpr.invars) - count for at in range(len(jaxpr.invars))]
+        self._divides = self._program.weight is None and divides_by_rows(jaxpr, of_rows)
 
     def _results(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Results:
         program = replace(self._program, way=way)
