@@ -23,7 +23,7 @@ _LONGEST = 256
 _ROUNDING = 1e-4
 """Largest difference between two computations of an update that is rounding, over the update's largest entry."""
 
-_OF_MASKS = (KeyError, TypeError, ValueError)
+_OF_MASKS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 """Errors of a mask that has all parameters' names, where only part of them is given."""
 _MASKS = "one whose masks and labels are functions of the parameters that it is given"
 

@@ -1,6 +1,6 @@
 """Parameters for an optimizer in the tree that Flax gives it, in place of a dict by name: masks and labels go by it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -13,9 +13,6 @@ Named = Mapping[str, Any]
 
 class OwnTree(Protocol):
     """Tree of parameters, of all or of some."""
-
-    names: frozenset[str]
-    """Names of all parameters."""
 
     def made(self, named: Named, *, first: bool = False) -> Any:
         """Return the tree of these values; `first` as for an optimizer's `init`."""
@@ -31,27 +28,28 @@ class StateTree:
     """`nnx.State` of a module's parameters, as `nnx.Optimizer` gives it: of Variables to `init`, then of arrays."""
 
     def __init__(self, variables: Mapping[str, tuple[Sequence[Any], nnx.Variable[Any]]]):
-        self._variables, self.names = variables, frozenset(variables)
+        self._variables = variables
 
     def made(self, named: Named, *, first: bool = False) -> nnx.State[Any, Any]:  # noqa: D102
-        chosen = [(*self._variables[name], value) for name, value in named.items()]
-        return nnx.from_flat_state([(path, var.replace(value) if first else value) for path, var, value in chosen])
+        leaves = []
+        for name, value in named.items():
+            path, variable = self._variables.get(name, ((name,), nnx.Param(None)))  # else of a probe of the optimizer
+            leaves.append((path, variable.replace(value) if first else value))
+        return nnx.from_flat_state(leaves)
 
     def holds(self, node: Any) -> bool:  # noqa: D102
         return isinstance(node, nnx.State)
 
     def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
-        found = {name: _at(node, path) for name, (path, _) in self._variables.items()}
-        values = {name: v.get_raw_value() if isinstance(v, nnx.Variable) else v for name, v in found.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        return dict(_leaves(node, ()))
 
 
-def _at(node: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        if isinstance(node, optax.MaskedNode) or key not in node:
-            return node if isinstance(node, optax.MaskedNode) else None
-        node = node[key]
-    return node
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, nnx.State | dict):
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield ".".join(path), node.get_raw_value() if isinstance(node, nnx.Variable) else node
 
 
 class GivenTree:
@@ -64,9 +62,11 @@ class GivenTree:
     """
 
     def __init__(self, tree: Any, leaves: Sequence[str], names: frozenset[str]):
-        self._tree, self._leaves, self.names = tree, leaves, names
+        self._tree, self._leaves, self._names = tree, leaves, names
 
     def made(self, named: Named, *, first: bool = False) -> Any:  # noqa: D102
+        if not named.keys() <= self._names:  # of a probe of the optimizer
+            return dict(named)
         return jax.tree.unflatten(self._tree, [named.get(name, optax.MaskedNode()) for name in self._leaves])
 
     def holds(self, node: Any) -> bool:  # noqa: D102
@@ -80,7 +80,7 @@ class GivenTree:
 
     def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
         values = dict(zip(self._leaves, self._tree.flatten_up_to(node), strict=True))
-        return {name: value for name, value in values.items() if name in self.names}
+        return {name: value for name, value in values.items() if name in self._names}
 
 
 def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.GradientTransformationExtraArgs:
@@ -90,21 +90,19 @@ def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.Gradie
     """
     inner = optax.with_extra_args_support(tx)
 
-    def made(named: Any, *, first: bool = False) -> Any:
-        return tree.made(named, first=first) if named.keys() <= tree.names else named  # else probes of an optimizer
-
-    def is_named(node: Any) -> bool:
-        return isinstance(node, dict) and bool(node) and node.keys() <= tree.names
-
     def named(node: Any) -> Any:
         return jax.tree.map(lambda n: tree.named(n) if tree.holds(n) else n, node, is_leaf=tree.holds)
 
     def init(params: Any) -> Any:
-        return named(inner.init(made(params, first=True)))
+        return named(inner.init(tree.made(params, first=True)))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda node: made(node) if is_named(node) else node, state, is_leaf=is_named)
-        updates, after = inner.update(made(grads), state, None if params is None else made(params), **extra)
+        def is_named(node: Any) -> bool:
+            return isinstance(node, dict) and bool(node) and node.keys() <= grads.keys()
+
+        state = jax.tree.map(lambda node: tree.made(node) if is_named(node) else node, state, is_leaf=is_named)
+        params = None if params is None else tree.made(params)
+        updates, after = inner.update(tree.made(grads), state, params, **extra)
         return named(updates), named(after)
 
     return optax.GradientTransformationExtraArgs(init, update)

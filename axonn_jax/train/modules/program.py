@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -128,7 +127,7 @@ class LossProgram(OnMesh):
     def _of_whole(self, total: jax.Array, sums: Params, aux: Any, changed: Params, scale: Any) -> StepResults:
         specs = self.grad_specs
         grads = {name: self._constrained(value, specs[name]) for name, value in sums.items()}
-        return _step_results(grads, total, optax.global_norm(grads), scale, aux, changed)
+        return _step_results(grads, total, global_norm(grads, specs), scale, aux, changed)
 
     def forward(
         self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False

@@ -1,0 +1,256 @@
+"""Losses of strangers beside a loop with optax on one device: exact on every grid, or a line that says what differs."""
+
+import any_models as models
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+
+WIDTH, ROWS, STEPS = 8, 24, 3
+ALL = GridShape(data=2, z=2, y=2)
+X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+MASKED = {"x": X, "mask": (np.arange(ROWS) % 5 < np.arange(ROWS) // 8 + 1).astype(np.float32)}
+
+
+class Mlp(nnx.Module):
+    def __init__(self, inside=lambda rngs: nnx.LayerNorm(2 * WIDTH, rngs=rngs), last=nnx.Linear):
+        rngs = nnx.Rngs(0)
+        self.first, self.inside = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), inside(rngs)
+        self.last = last(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.inside(jnp.tanh(self.first(x))))
+
+
+class Counted(nnx.Module):
+    """State of three kinds that a call computes from its rows."""
+
+    def __init__(self):
+        self.layer = Mlp()
+        self.seen, self.most = nnx.Variable(jnp.zeros(WIDTH, jnp.int32)), nnx.Variable({"x": jnp.zeros(())})
+        self.key = jax.random.key(7)
+
+    def __call__(self, x):
+        self.seen[...] += jax.nn.one_hot(x.argmax(-1), WIDTH, dtype=jnp.int32).sum(0)
+        self.most.set_value({"x": jnp.maximum(self.most.get_value()["x"], x.max())})
+        return self.layer(x + 0.1 * jax.random.normal(self.key, (WIDTH,)))
+
+
+class Queue(nnx.Module):
+    """A codebook without a gradient, written by the call."""
+
+    def __init__(self):
+        self.layer, self.codes = Mlp(), nnx.Param(jnp.eye(WIDTH))
+
+    def __call__(self, x):
+        self.codes[...] = 0.9 * self.codes[...] + 0.1 * jax.lax.stop_gradient(x.mean(0))
+        return self.layer(x @ jax.lax.stop_gradient(self.codes[...]))
+
+
+class Twice(nnx.Param):
+    def get_value(self, **options):
+        return 2 * super().get_value(**options)
+
+
+class Hooked(nnx.Module):
+    def __init__(self):
+        self.layer, self.gain = Mlp(), Twice(jnp.full(WIDTH, 0.5))
+
+    def __call__(self, x):
+        return self.layer(x) * self.gain.get_value()
+
+
+def square(model, batch):
+    return jnp.mean(jnp.square(model(batch) - batch))
+
+
+def contrastive(model, batch):
+    z = model(batch)
+    z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+    return optax.softmax_cross_entropy_with_integer_labels(z @ z.T / 0.3, jnp.roll(jnp.arange(len(z)), 1)).mean()
+
+
+def masked(model, batch):
+    losses = jnp.square(model(batch["x"]) - 1).mean(-1)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum(), {"rows": ax.total(batch["mask"].sum())}
+
+
+def each_row(model, batch):
+    return jnp.mean(jax.vmap(lambda row: jnp.square(model(row) - row).mean())(batch))
+
+
+def gradient_of_rows(model, batch):
+    grads = jax.vmap(jax.grad(lambda row: model(row).sum()))(batch)
+    return square(model, batch) + jnp.mean(jnp.square(grads))
+
+
+def forward_mode(model, batch):
+    value, tangent = jax.jvp(model, (batch,), (jnp.ones_like(batch),))
+    return jnp.mean(jnp.square(value)) + jnp.mean(jnp.square(tangent))
+
+
+def written_for_pmap(model, batch):
+    return jax.lax.pmean(square(model, batch), "devices")
+
+
+def perplexity(model, batch):
+    loss = square(model, batch)
+    return loss, {"perplexity": jnp.exp(loss)}
+
+
+def spectral(linear_in, linear_out, rngs):
+    return nnx.SpectralNorm(nnx.Linear(linear_in, linear_out, rngs=rngs), update_stats=True, rngs=rngs)
+
+
+NETWORK = (Mlp, square, X)
+CASES = {
+    "rows beside rows": (Mlp, contrastive, X, "whole"),
+    "a mask": (Mlp, masked, MASKED, "whole"),
+    "each row by vmap": (Mlp, each_row, X, "whole"),
+    "gradients of rows": (Mlp, gradient_of_rows, X, "whole"),
+    "forward mode through a norm": (Mlp, forward_mode, X, "xla"),
+    "a pmean": (Mlp, written_for_pmap, X, "parts"),
+    "a number that is no mean": (Mlp, perplexity, X, "whole"),
+    "state of the rows": (Counted, square, X, "whole"),
+    "a codebook": (Queue, square, X, "whole"),
+    "a norm of weights": (lambda: Mlp(last=spectral), square, X, "parts"),
+    "a hook": (Hooked, square, X, "parts"),
+    "statistics of the batch": (lambda: Mlp(lambda rngs: nnx.BatchNorm(2 * WIDTH, axis_name="d", rngs=rngs)), square, X, "parts"),
+}
+
+
+def values(model):
+    state = nnx.state(model, nnx.Not(nnx.RngState))
+    keys = jax.dtypes.prng_key
+    return [np.asarray(v) for v in jax.tree.leaves(state) if not jnp.issubdtype(v.dtype, keys)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_is_that_of_one_device(name, capfd):
+    make, loss, batch, way = CASES[name]
+    plain, optimizer = make(), optax.adam(1e-2, eps=1e-3)
+    pair = lambda result: result if isinstance(result, tuple) else (result, {})  # noqa: E731
+    alone = loss if loss is not written_for_pmap else square
+    if name == "statistics of the batch":
+        plain.inside.axis_name = None
+    want = models.plain(plain, alone if loss is not masked else lambda m, b: masked(m, b)[0], optimizer, [batch] * STEPS)
+    capfd.readouterr()
+    trainer = ax.Trainer(make(), optimizer, grids.lay(ALL), loss=loss)
+    steps = [trainer.step(batch) for _ in range(STEPS)]
+    np.testing.assert_allclose([float(each["loss"]) for each in steps], [value for value, _ in want], rtol=2e-6)
+    for got, value in zip(values(trainer.model), values(plain), strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5)
+    assert trainer.engine.program.way == way
+    assert ("rows: " in capfd.readouterr().err) == (way != "parts")
+    if loss is masked:
+        assert float(steps[0]["aux"]["rows"]) == batch["mask"].sum()
+    del pair
+
+
+@pytest.mark.parametrize("axes", [GridShape(), GridShape(data=2)], ids=grids.name)
+def test_microbatches_that_change_what_is_learned_are_told(axes, capfd):
+    ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(axes), loss=contrastive, microbatches=3).step(X)
+    assert "microbatches = 3 change what is learned" in capfd.readouterr().err
+    weight = lambda batch: batch["mask"].sum()  # noqa: E731
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(axes), loss=masked, weight=weight, microbatches=3)
+    want = models.plain(Mlp(), lambda m, b: masked(m, b)[0], optax.sgd(0.1), [MASKED])
+    assert float(trainer.step(MASKED)["loss"]) == pytest.approx(want[0][0], rel=1e-6)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_mask_that_is_alike_in_the_first_batch_is_told(capfd):
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=masked)
+    trainer.step(MASKED | {"mask": np.ones(ROWS, np.float32)})
+    assert trainer.engine.program.way == "whole"
+    assert "divides by a number computed from the rows" in capfd.readouterr().err
+
+
+def test_a_difference_that_comes_later_is_seen(capfd):
+    """Before steps 10, 100, 1,000, by loss and numbers of that batch."""
+
+    def loss(model, batch):
+        return square(model, batch["x"]) * (1 + 0 * batch["x"].max()) + jnp.where(batch["on"].any(), batch["x"].max(), 0)
+
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
+    for step in range(11):
+        trainer.step({"x": X, "on": np.full(ROWS, step == 10)})
+    assert trainer.engine.program.way == "whole"
+    assert "in parts of the rows the loss is" in capfd.readouterr().err
+
+
+def test_rows_as_asked(capfd):
+    grid = grids.lay(GridShape(data=2))
+    parts = ax.Trainer(Mlp(), optax.sgd(0.1), grid, loss=contrastive, rows="parts")
+    assert "is not compared" in capfd.readouterr().err
+    whole = ax.Trainer(Mlp(), optax.sgd(0.1), grid, loss=contrastive, rows="whole")
+    first, second = (float(trainer.step(X)["loss"]) for trainer in (parts, whole))
+    assert abs(first - second) > 0.1
+    assert second == pytest.approx(float(contrastive(Mlp(), X)), rel=1e-6)
+    with pytest.raises(ax.UserError, match="rows = 'all': one of auto, parts, whole"):
+        ax.Trainer(Mlp(), optax.sgd(0.1), grid, loss=contrastive, rows="all")
+
+
+def test_whole_rows_with_zero_offload_and_a_checkpoint(tmp_path):
+    def trainer(axes, **memory):
+        return ax.Trainer(Mlp(), optax.adam(1e-2), grids.lay(axes), loss=contrastive, memory=ax.MemoryConfig(**memory))
+
+    want = [loss for loss, _ in models.plain(Mlp(), contrastive, optax.adam(1e-2), [X] * 4)]
+    first = trainer(ALL, zero=1, offload="optimizer")
+    got = [float(first.step(X)["loss"]) for _ in range(2)]
+    first.save(tmp_path, 2)
+    other = trainer(GridShape(data=2, x=2))
+    other.load(tmp_path)
+    np.testing.assert_allclose(got + [float(other.step(X)["loss"]) for _ in range(2)], want, rtol=1e-5)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        x = linen.Dense(2 * WIDTH)(x)
+        x = linen.Dropout(0.5, deterministic=not train)(linen.relu(x))
+        return linen.Dense(WIDTH)(linen.LayerNorm()(x))
+
+
+def test_an_evaluation_by_another_loss_of_any_number_of_rows():
+    net = LinenNet()
+    params = net.init(jax.random.key(0), X, False)
+
+    def loss(params, batch, key):
+        return jnp.mean(jnp.square(net.apply(params, batch, rngs={"dropout": key}) - batch))
+
+    def evaluation(params, batch):
+        out = net.apply(params, batch, False)
+        return jnp.mean(jnp.square(out - batch)), {"rows": ax.total(len(batch)), "size": jnp.abs(out).mean()}
+
+    want, numbers = evaluation(params, X)
+    for axes in (GridShape(), ALL):
+        grid = grids.lay(axes)
+        split, placed = ax.parallelize_linen(loss, params, grid, X)
+        trainer = ax.Trainer(placed, optax.sgd(0.1), grid, loss=split, microbatches=3 if axes.devices == 1 else 1)
+        for batches in ([X], [X[:16], X[16:21], X[21:]]):
+            value, found = trainer.evaluate(batches, loss=evaluation, aux=True)
+            assert value == pytest.approx(float(want), rel=1e-6)
+            assert found["rows"] == ROWS
+            assert found["size"] == pytest.approx(float(numbers["size"]), rel=1e-6)
+
+
+def test_parameters_without_split_layers_are_kept_in_parts(capfd):
+    """Of a plain function of a tree; the arrays handed in stay."""
+    params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)}
+    rows = np.random.default_rng(2).normal(size=(8, 64)).astype(np.float32)
+    loss = lambda params, batch: jnp.mean(jnp.square(batch @ params["w"]))  # noqa: E731
+    found = []
+    for axes in (GridShape(), ALL):
+        trainer = ax.Trainer(params, optax.sgd(0.1), grids.lay(axes), loss=loss)
+        found.append([float(trainer.step(rows)["loss"]) for _ in range(3)])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    weight = trainer.engine.params["w"]
+    assert weight.sharding.shard_shape(weight.shape) == (16, 64)
+    assert "left to XLA" in capfd.readouterr().err
+    assert not params["w"].is_deleted()
