@@ -41,7 +41,10 @@ def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: A
         return with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
 
-_DRIVEN = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
+_DRIVEN = (
+    "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more; its masks and "
+    "labels are of the parameters' own tree"
+)
 
 
 def check_optimizer_type(optimizer: Any) -> None:

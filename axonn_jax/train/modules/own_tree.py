@@ -88,13 +88,13 @@ def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.Gradie
 
     The state has the structure of `tx`'s, with a dict by name in place of each tree.
     """
-    inner = optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(tx)
 
     def named(node: Any) -> Any:
         return jax.tree.map(lambda n: tree.named(n) if tree.holds(n) else n, node, is_leaf=tree.holds)
 
     def init(params: Any) -> Any:
-        return named(inner.init(tree.made(params, first=True)))
+        return named(tx.init(tree.made(params, first=True)))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def is_named(node: Any) -> bool:
@@ -102,7 +102,7 @@ def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.Gradie
 
         state = jax.tree.map(lambda node: tree.made(node) if is_named(node) else node, state, is_leaf=is_named)
         params = None if params is None else tree.made(params)
-        updates, after = inner.update(tree.made(grads), state, params, **extra)
+        updates, after = tx.update(tree.made(grads), state, params, **extra)
         return named(updates), named(after)
 
     return optax.GradientTransformationExtraArgs(init, update)
