@@ -53,6 +53,7 @@ __all__ = [
     "parallelize_linen",
     "replicated",
     "sharding_report",
+    "total",
 ]
 
 _HOME = {

@@ -42,8 +42,8 @@ def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: A
 
 
 _DRIVEN = (
-    "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more; its masks and "
-    "labels are of the parameters' own tree"
+    "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more; its masks "
+    "and labels are of the parameters' own tree"
 )
 
 

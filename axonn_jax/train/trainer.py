@@ -59,10 +59,13 @@ class Trainer:
             sees global arrays; with `memory.offload` and with a pipeline it must treat every parameter by itself.
         grid: The grid of devices, as `init` returns it.
         loss: Function of the model and a batch, any pytree of arrays with rows in front -> the mean loss of its rows,
-            or (loss, numbers to be averaged with it, as `metrics["aux"]`). It runs on a microbatch of one replica.
-            Default: the loss of a `models.Transformer` or `models.SequenceModel` on token ids.
+            or (loss, numbers to be averaged with it, as `metrics["aux"]`). Default: the loss of a `models.Transformer`
+            or `models.SequenceModel` on token ids.
         weight: Function of a batch -> the weight of its mean loss, as the number of unmasked targets. Default: all
             microbatches count alike.
+        rows: "parts": `loss` sees a microbatch of one replica; "whole": one of all replicas; "auto": parts if they have
+            the results of all rows at once, else whole, which a line says.
+        wrt: Filter of the Variables that are trained, of an `nnx.Module` with `loss`.
         microbatches: Parts of a step's batch, processed one after the other.
         clip: Global norm to which gradients are scaled down; 0: no clipping.
         seed: Seed of dropout.
@@ -102,11 +105,14 @@ class Trainer:
         check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
-        self._by_loss = loss is not None
+        self._numbers: Callable[[Any, Any], Any] | None = None
         with grid.entered():
             if loss is not None:
-                job = loss_job(model, optimizer, grid, loss=loss, weight=weight, rows=rows, wrt=wrt, tensor=tensor, **given)
-                self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
+                given |= {"tensor": tensor, "weight": weight, "rows": rows, "wrt": wrt}
+                engine = SpmdEngine(
+                    loss_job(model, optimizer, grid, loss=loss, **given), grid, seed=seed, memory=memory
+                )
+                self.engine, self._numbers = engine, engine.numbers
             elif grid.shape.pipe > 1:
                 self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)
             else:
@@ -174,14 +180,14 @@ class Trainer:
         Raises:
             UserError: No batch has a counted target.
         """
-        if (loss is not None or aux) and not self._by_loss:
+        if (loss is not None or aux) and self._numbers is None:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
         self._pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         for batch in map(shaped.read, batches):
             rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # a smaller one in the same program
             filled = shaped.filled(batch, rows)
-            given = self.engine.numbers(filled, loss) if self._by_loss else (*self.engine.mean_loss(filled), {})
+            given = (*self.engine.mean_loss(filled), {}) if self._numbers is None else self._numbers(filled, loss)
             results.append(bounded(given))
         counts = [float(count) for _, count, _ in results]
         if not any(counts):

@@ -142,7 +142,6 @@ def test_convolutions_that_xla_would_split_wrong_are_refused():
     made(GridShape(data=2), lambda: Convolved(nnx.Rngs(0))).step(rows)
 
 
-
 def test_the_users_arrays_stay_and_so_does_the_trainer_after_a_mistake():
     model = net()
     trainer = made(GridShape(), model=model)

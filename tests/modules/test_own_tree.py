@@ -18,7 +18,10 @@ X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 class Net(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.body, self.head = nnx.LoRALinear(6, 16, lora_rank=2, rngs=rngs), nnx.LoRALinear(16, 6, lora_rank=2, rngs=rngs)
+        self.body, self.head = (
+            nnx.LoRALinear(6, 16, lora_rank=2, rngs=rngs),
+            nnx.LoRALinear(16, 6, lora_rank=2, rngs=rngs),
+        )
         self.norm = nnx.LayerNorm(16, rngs=rngs)
 
     def __call__(self, x):
@@ -57,7 +60,9 @@ def test_masks_and_labels_select_as_in_flax(name, memory):
     plain = Net()
     want = models.plain(plain, loss, make(), [X] * 3)
     trainer = ax.Trainer(Net(), make(), grids.lay(GridShape(data=2, x=2)), loss=loss, memory=ax.MemoryConfig(**memory))
-    np.testing.assert_allclose([float(trainer.step(X)["loss"]) for _ in range(3)], [value for value, _ in want], rtol=1e-5)
+    np.testing.assert_allclose(
+        [float(trainer.step(X)["loss"]) for _ in range(3)], [value for value, _ in want], rtol=1e-5
+    )
     for got, value in zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (trainer.model, plain)), strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5)
 
@@ -65,7 +70,9 @@ def test_masks_and_labels_select_as_in_flax(name, memory):
 def decayed(params):
     """The idiom of transformers' run_clm_flax.py."""
     flat = traverse_util.flatten_dict(params)
-    return traverse_util.unflatten_dict({path: path[-1] != "bias" and path[-2:] != ("Dense_0", "scale") for path in flat})
+    return traverse_util.unflatten_dict(
+        {path: path[-1] != "bias" and path[-2:] != ("Dense_0", "scale") for path in flat}
+    )
 
 
 def kernels(params):

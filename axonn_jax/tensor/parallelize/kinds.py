@@ -127,7 +127,8 @@ def describe(layer: Any) -> Kernel | Norm | str:
         if kind in (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm):
             return f"{kind.__name__} runs as it is on split activations (its statistics are those of the global batch)"
         return f"a {kind.__name__} has no sharded form"
-    if computed := [name for name, value in vars(layer).items() if isinstance(value, nnx.Variable) and _computes(value)]:
+    held = {name: value for name, value in vars(layer).items() if isinstance(value, nnx.Variable)}
+    if computed := [name for name, variable in held.items() if _computes(variable)]:
         return f"reading its {computed[0]} computes something"
     if kind is base:
         return _described(layer, base)
@@ -137,8 +138,8 @@ def describe(layer: Any) -> Kernel | Norm | str:
         described = _described(layer, base)
     except AttributeError as error:
         return f"a {kind.__name__} is not made as a {base.__name__} is: {error}"
-    held = () if isinstance(described, str) else described.names
-    if strange := [name for name in held if not isinstance(vars(layer).get(name), nnx.Variable)]:
+    names = () if isinstance(described, str) else described.names
+    if strange := [name for name in names if not isinstance(vars(layer).get(name), nnx.Variable)]:
         return f"a {kind.__name__} does not hold {strange[0]} as a {base.__name__} does"
     return described
 

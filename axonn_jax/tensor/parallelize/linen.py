@@ -19,8 +19,8 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
+from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 
 Loss = Callable[..., Any]
 """Loss of parameters and a batch, and of a key where it takes three: a scalar, or a scalar and anything else."""

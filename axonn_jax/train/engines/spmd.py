@@ -228,12 +228,13 @@ class SpmdEngine:
 
         The job is one of a user's loss (`train/modules/`).
         """
-        ragged = self.batches.ragged(batch)
+        batches: Any = self.batches
+        ragged = batches.ragged(batch)
         if not ragged:
             self._settle(batch)
         if (form := (loss, ragged)) not in self._forward:
             self._forward[form] = jax.jit(self.program.of(loss, whole=ragged).forward)
-        given = self.batches.shard_ragged(batch) if ragged else self.batches.shard(batch)
+        given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
         result = self._forward[form](self.store.weights, self._carried, given)
         return result.loss, result.weight, result.aux
 

@@ -82,9 +82,12 @@ class TreeBatches:
         return self._local[rows]
 
     def read(self, batch: Any, *, counts: bool = False) -> Any:
-        """Return a batch as numpy's, or as it is on devices; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
+        """Return a batch as numpy's, or as it is on devices.
+
+        Raises ``UserError`` where its arrays have no rows, or other numbers of them.
+        """
         leaves, structure = tree_flatten_with_path(batch, is_leaf=is_replicated)
-        arrays = [_without_rows(path, v) if is_replicated(v) else _array(path, v) for path, v in leaves]
+        arrays: list[Any] = [_without_rows(path, v) if is_replicated(v) else _array(path, v) for path, v in leaves]
         rows = {keystr(path): len(a) for (path, _), a in zip(leaves, arrays, strict=True) if not is_replicated(a)}
         if len(set(rows.values())) != 1 or 0 in rows.values():
             shown = ", ".join(f"{path}: {count}" for path, count in rows.items()) or "no array"

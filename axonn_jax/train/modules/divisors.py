@@ -27,7 +27,8 @@ def _follow(jaxpr: Any, of_rows: Sequence[bool]) -> tuple[bool, list[bool]]:
         if eqn.primitive.name == "div":
             found |= arrive[1] and eqn.invars[1].aval.shape == ()
         for body in bodies(eqn) if any(arrive) else ():
-            inner = arrive[len(arrive) - len(body.invars) :] if len(body.invars) <= len(arrive) else [True] * len(body.invars)
+            some = len(body.invars)  # a branch has no place for its index
+            inner = arrive[len(arrive) - some :] if some <= len(arrive) else [True] * some
             divides, out = _follow(body, inner)
             found |= divides
             if len(body.invars) == len(arrive) and len(out) == len(leave) and eqn.primitive.name != "scan":

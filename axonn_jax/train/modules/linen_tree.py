@@ -21,6 +21,7 @@ from axonn_jax.tensor.params import Params, copied
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
+    Apart,
     Loss,
     LossResult,
     Way,
@@ -31,7 +32,7 @@ from axonn_jax.train.modules.apart import (
     keys,
     spec_of_value,
 )
-from axonn_jax.train.modules.own_tree import GivenTree
+from axonn_jax.train.modules.own_tree import GivenTree, OwnTree
 
 
 class TreeApart:
@@ -63,8 +64,9 @@ class TreeApart:
         self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
         self.split = isinstance(loss, LinenLoss)
         if not self.split:
-            whole = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
-            self.specs |= {n: P(*s, *[None] * (len(whole[n].shape) - len(s))) for n, s in further_layouts(whole, mesh).items()}
+            stored = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
+            for name, spec in further_layouts(stored, mesh).items():
+                self.specs[name] = P(*spec, *[None] * (self.params[name].ndim - len(spec)))
         replicated = NamedSharding(mesh, P())
         self.carried = {name: copied(arrays[name], replicated) for name in state}
         holders = loss.holders if isinstance(loss, LinenLoss) else ()
@@ -72,7 +74,7 @@ class TreeApart:
         named = (f"{path}.{_LINEN_KERNELS[kind]}" for path, kind in split if kind in _LINEN_KERNELS)
         self.kernels = tuple(name for name in named if name in self.params)
         self.draws = self._keyed = takes_key(loss)
-        self.tree = self._own_tree(tree)
+        self.tree: OwnTree = self._own_tree(tree)
 
     def _own_tree(self, tree: Any) -> GivenTree:
         """Return the tree of which an optimizer has the parameters: beside other collections that of "params"."""
@@ -82,12 +84,12 @@ class TreeApart:
             structure = jax.tree.structure(tree["params"])
         return GivenTree(structure, names, frozenset(self.params))
 
-    def exact(self) -> "TreeApart":  # noqa: D102
+    def exact(self) -> Apart:  # noqa: D102
         other = copy(self)
         other._losses = _losses(self._loss, None)
         return other
 
-    def with_loss(self, loss: Loss) -> "TreeApart":  # noqa: D102
+    def with_loss(self, loss: Loss) -> Apart:  # noqa: D102
         other = copy(self)
         other._loss, other._losses, other._keyed = loss, _losses(loss, self._compute), takes_key(loss)
         other._axes, other.split = MappedAxes(), isinstance(loss, LinenLoss)
@@ -110,8 +112,8 @@ class TreeApart:
             leaves, _ = tree_flatten_with_path({name: aux[name] for name in given})
             named = {keystr(path, simple=True, separator="."): value for path, value in leaves}
             if strange := [name for name in named if name not in carried]:
-                had = next(iter(carried), "none")
-                raise UserError("loss", f"{strange[0]} among its numbers", f"state under the names that it has, as {had}")
+                accepted = f"state under the names that it has, as {next(iter(carried), 'none')}"
+                raise UserError("loss", f"{strange[0]} among its numbers", accepted)
             changed = {name: value.astype(carried[name].dtype) for name, value in named.items()}
             aux = {name: value for name, value in aux.items() if name not in given}
         return LossResult(loss, aux, changed)

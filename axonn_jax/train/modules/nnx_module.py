@@ -22,6 +22,7 @@ from axonn_jax.tensor.params import Params, copied
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
+    Apart,
     Loss,
     LossResult,
     Way,
@@ -32,7 +33,7 @@ from axonn_jax.train.modules.apart import (
     keys,
     spec_of_value,
 )
-from axonn_jax.train.modules.own_tree import StateTree
+from axonn_jax.train.modules.own_tree import OwnTree, StateTree
 
 
 class Held(NamedTuple):
@@ -83,7 +84,7 @@ class ModuleApart:
         """Parameters that are not trained."""
         self.params = {name: arrays[name].astype(jnp.float32) for name in trained}
         self.specs = {name: spec_of_value(arrays[name]) for name in trained}
-        self.tree = StateTree(trained)
+        self.tree: OwnTree = StateTree(trained)
         others = {name: value for name, value in arrays.items() if name not in trained}
         self.carried = {name: copied(v, NamedSharding(mesh, spec_of_value(v))) for name, v in others.items()}
         self.split = True
@@ -98,12 +99,12 @@ class ModuleApart:
         named = (_dotted(path) for path, value in paths if id(value) in kernels)
         self.kernels = tuple(name for name in named if name in self.params)
 
-    def exact(self) -> "ModuleApart":  # noqa: D102
+    def exact(self) -> Apart:  # noqa: D102
         other = copy(self)
         other._compute = None
         return other
 
-    def with_loss(self, loss: Loss) -> "ModuleApart":  # noqa: D102
+    def with_loss(self, loss: Loss) -> Apart:  # noqa: D102
         other = copy(self)
         other._loss, other._keyed, other._axes = loss, takes_key(loss), MappedAxes()
         return other
@@ -157,7 +158,7 @@ class ModuleApart:
     def _values(self, model: nnx.Module) -> dict[str, Any]:
         """Return a module's arrays by name, of those that it had at first."""
         state = dict(nnx.to_flat_state(nnx.state(model)))
-        found = {}
+        found = dict[str, Any]()
         for held in self._held:
             leaves, tree = jax.tree.flatten(_raw(state[held.path]))
             if tree != held.tree:

@@ -31,7 +31,7 @@ class StateTree:
         self._variables = variables
 
     def made(self, named: Named, *, first: bool = False) -> nnx.State[Any, Any]:  # noqa: D102
-        leaves = []
+        leaves: Any = []
         for name, value in named.items():
             path, variable = self._variables.get(name, ((name,), nnx.Param(None)))  # else of a probe of the optimizer
             leaves.append((path, variable.replace(value) if first else value))

@@ -1,4 +1,4 @@
-"""Programs of the gradients of any Flax model: of replicas side by side, or of the rows of all replicas as one array."""
+"""Program of the gradients of any Flax model: of replicas side by side, or of the rows of all replicas as one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -105,9 +105,11 @@ class LossProgram(OnMesh):
         """
         formed = {} if self.forms is None else {name: params[name] for name in self.forms.shapes}
         local = partial(self._local, formed, True)
-        if self.way != "parts":
-            return self._of_whole(*self._called(local, params, carried, batch, key, scale)[0], scale)
         (total, sums, aux, changed), _ = self._called(local, params, carried, batch, key, scale)
+        if self.way != "parts":
+            specs = self.grad_specs
+            grads = {name: self._constrained(value, specs[name]) for name, value in sums.items()}
+            return _step_results(grads, total, global_norm(grads, specs), scale, aux, changed)
 
         def reduce(total: jax.Array, sums: Params, aux: Any) -> Any:
             own = {name: value[0] for name, value in sums.items()}
@@ -123,11 +125,6 @@ class LossProgram(OnMesh):
         grads, norm, loss, aux = region(total, sums, aux)
         # What calls change is the same in all replicas, or the loss would not run in parts.
         return _step_results(grads, loss, norm, scale, aux, {name: value[0] for name, value in changed.items()})
-
-    def _of_whole(self, total: jax.Array, sums: Params, aux: Any, changed: Params, scale: Any) -> StepResults:
-        specs = self.grad_specs
-        grads = {name: self._constrained(value, specs[name]) for name, value in sums.items()}
-        return _step_results(grads, total, global_norm(grads, specs), scale, aux, changed)
 
     def forward(
         self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False
@@ -261,8 +258,7 @@ class LossProgram(OnMesh):
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
             total, sums, state = carry
             number, share, rows = microbatch
-            own = {name: state.get(name, value) for name, value in params.items()}
-            given = (own, {name: state[name] for name in carried}, number, share, rows)
+            given = (params, {name: state[name] for name in carried}, number, share, rows)
             if formed is None:
                 result = part(*given)[1]
             else:
@@ -272,9 +268,10 @@ class LossProgram(OnMesh):
             return (total + result.loss, sums, {**state, **result.carried}), aux
 
         microbatches, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), carried
-        if shares.shape[0] > 1:  # a loop carries parameters that calls write, too
+        if shares.shape[0] > 1:  # a loop carries parameters that calls write, too; all parts read those of the step
             first = jax.tree.map(lambda value: value[0], microbatches)
-            state = carried | {n: params[n] for n in jax.eval_shape(part, params, carried, *first)[1].carried if n in params}
+            written = jax.eval_shape(part, params, carried, *first)[1].carried
+            state = carried | {name: params[name] for name in written if name in params}
         shapes = {} if formed is None else self.state_shapes
         sums = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in shapes.items()}
         (total, sums, state), aux = _each(add, (jnp.zeros(()), sums, state), microbatches)

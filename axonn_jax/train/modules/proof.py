@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -57,7 +56,8 @@ class Proof:
     """Choice of the way in which a loss runs, by its results in a forward pass of training.
 
     Every random number is a constant there, as rows in parts draw others. Results are compared before the first step
-    and before steps 10, 100, 1,000 and so on: masks may be alike in all parts of one batch.
+    and before steps 1, 10, 100, 1,000 and so on, counted from 0: masks may be alike in all parts of one batch, and a
+    target network be the trained one at first.
 
     Args:
         rows: "auto", or "parts" or "whole" for the way to take.
@@ -88,15 +88,14 @@ class Proof:
         """
         if self._due is None or step < self._due:
             return False
-        first, before = self._due == 0, self.way
-        self._due = max(10, 10 ** len(str(step)))
+        before = self.way
+        self._due = 1 if step == 0 else 10 ** len(str(step))
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         with jax.default_matmul_precision("highest"):
             lines = self._compare(dense, carried, batch)
-        if self.way != "parts":
+        if lines or self.way != "parts":
             self._due = None  # what differs has been said
-        if first or self.way != before:
-            _say(lines)
+        _say(lines)
         return self.way != before
 
     def _compare(self, params: Params, carried: Params, batch: Any) -> list[str]:
@@ -127,7 +126,8 @@ class Proof:
         if not found:
             return lines
         same = {"parts", "whole"} <= set(found) and not _apart(found["parts"], found["whole"], _ROUNDING)
-        self.way = "parts" if same and not self._divides else next(way for way in ("whole", "xla", "parts") if way in found)
+        best: tuple[Way, ...] = ("parts",) if same and not self._divides else ("whole", "xla", "parts")
+        self.way = next(way for way in best if way in found)
         count = self._batches.microbatches
         advice = f"microbatches = {count} change what is learned unless weight= is what a part's mean counts: "
         return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
@@ -187,7 +187,7 @@ class Proof:
     def _results(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Results:
         program = replace(self._program, way=way)
 
-        def run(params: Params, carried: Params, batch: Any) -> Any:
+        def run(params: Weights, carried: Params, batch: Any) -> Any:
             result = program.forward(params, carried, batch, _constant_key(), training=True)
             return result.loss, result.aux, result.carried
 
