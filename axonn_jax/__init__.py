@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from axonn_jax.tensor.parallelize.api import parallelize
     from axonn_jax.tensor.parallelize.linen import parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report
+    from axonn_jax.tensor.parallelize.rowless import replicated
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
-    from axonn_jax.train.modules.batches import replicated
-    from axonn_jax.train.modules.program import total
+    from axonn_jax.train.modules.numbers import total
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
@@ -68,8 +68,8 @@ _HOME = {
     "Sampling": "axonn_jax.inference.sampling",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
-    "replicated": "axonn_jax.train.modules.batches",
-    "total": "axonn_jax.train.modules.program",
+    "replicated": "axonn_jax.tensor.parallelize.rowless",
+    "total": "axonn_jax.train.modules.numbers",
     "UserError": "axonn_jax.errors",
     "goldfish": "axonn_jax.data.goldfish",
     "in_flight": "axonn_jax.distributed.bounded",

@@ -46,8 +46,7 @@ def init(
     `jax.distributed` joins the processes, unless the script has done so. Process 0 prints the choice and the reason.
     Raises ``UserError`` where the grid does not fit the devices or two sources contradict each other.
     """
-    given = (coordinator, num_processes, process_id)
-    explicit = None
+    given, explicit = (coordinator, num_processes, process_id), None
     if coordinator is not None and num_processes is not None and process_id is not None:
         explicit = Explicit(coordinator, num_processes, process_id)
     elif any(value is not None for value in given):
@@ -106,7 +105,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
     grid.entered()
-    nnx.use_eager_sharding(False)  # axes that a model's author names are of another mesh; `parallelize` lays it out
+    nnx.use_eager_sharding(False)  # a model's author names axes of another mesh
     if world.size > 1 and gives_up_on_late_peers(jax.default_backend()):
         warm_up(grid.mesh)
     return world, grid

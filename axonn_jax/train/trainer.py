@@ -21,7 +21,7 @@ from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.job import loss_job
-from axonn_jax.train.modules.program import is_total
+from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
@@ -198,9 +198,9 @@ class Trainer:
                 return sum(float(each.value) for each in values)
             return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
 
-        found = mean(*(value for value, _, _ in results))
+        total = mean(*(value for value, _, _ in results))
         numbers = [each for _, _, each in results]
-        return (found, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else found
+        return (total, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else total
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:

@@ -169,20 +169,51 @@ def test_a_mask_that_is_alike_in_the_first_batch_is_told(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=masked)
     trainer.step(MASKED | {"mask": np.ones(ROWS, np.float32)})
     assert trainer.engine.program.way == "whole"
-    assert "divides by a number computed from the rows" in capfd.readouterr().err
+    assert "uses a number computed from all rows" in capfd.readouterr().err
 
 
 def test_a_difference_that_comes_later_is_seen(capfd):
-    """Before steps 1, 10, 100, 1,000, by loss and numbers of that batch."""
+    """Before steps 1, 2, 4, 8, by loss and numbers of that batch."""
 
     def loss(model, batch):
-        return square(model, batch["x"]) + jnp.where(batch["on"].any(), batch["x"].max(), 0)
+        return square(model, batch) + jax.nn.relu(batch.max() - 10)
 
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
-    for step in range(11):
-        trainer.step({"x": X, "on": np.full(ROWS, step == 10)})
-    assert trainer.engine.program.way == "whole"
+    for step in range(5):
+        trainer.step(X + (step == 4) * 20 * (np.arange(ROWS) == 0)[:, None])
+        assert trainer.engine.program.way == ("whole" if step == 4 else "parts")
     assert "in parts of the rows the loss is" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["gate", "policy"])
+def test_a_difference_that_only_gradients_have_at_first_is_seen(mode):
+    """Of a gate that is zero, and of a ratio of two policies that are the same."""
+
+    class Gated(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.gate = nnx.Param(jnp.zeros(()))
+
+    def loss(model, batch):
+        z = model(batch)
+        context = model.gate * z.mean(0) if mode == "gate" else 0
+        ratio = jnp.exp(z.mean(-1) - jax.lax.stop_gradient(z.mean(-1)))
+        other = -(ratio * (batch[:, 0] - batch[:, 0].mean())).mean() if mode == "policy" else 0
+        return jnp.mean(jnp.square(z + context)) + other
+
+    want = [value for value, _ in models.plain(Gated(), loss, optax.adam(1e-2), [X] * STEPS)]
+    trainer = ax.Trainer(Gated(), optax.adam(1e-2), grids.lay(GridShape(data=2)), loss=loss)
+    np.testing.assert_allclose([float(trainer.step(X)["loss"]) for _ in range(STEPS)], want, rtol=1e-5)
+
+
+def test_a_loss_that_counts_on_the_rows_of_a_whole_batch_has_no_microbatches():
+    def loss(model, batch):
+        return square(model, batch.reshape(2, ROWS // 2, WIDTH).reshape(ROWS, WIDTH))
+
+    ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss).step(X)
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss, microbatches=3)
+    with pytest.raises(ax.UserError, match="microbatches = 3: 1 with a loss that runs on all rows"):
+        trainer.step(X)
 
 
 def test_rows_as_asked(capfd):

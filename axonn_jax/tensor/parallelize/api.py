@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
-from axonn_jax.tensor.parallelize.layers import given, sharded
+from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, whole
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
 from axonn_jax.tensor.params import copied
@@ -210,7 +210,7 @@ def as_flax(model: nnx.Module) -> None:
     for module in modules(model).values():
         plan, convolve = getattr(module, PLAN, None), getattr(module, "conv_general_dilated", None)
         if plan is not None and plan.sharded:
-            module.__class__ = given(type(module))
+            module.__class__ = type(module).__bases__[0]  # of which `sharded` made it
         if isinstance(convolve, ByRows):
             module.conv_general_dilated = convolve.convolve  # type: ignore[attr-defined]
 

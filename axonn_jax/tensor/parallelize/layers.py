@@ -238,8 +238,7 @@ class ShardedLayerNorm(nnx.LayerNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does, with a two-pass variance; with a mask, or of numbers that float32 does not
-        hold, call the Flax layer, laid out by XLA."""
+        """Normalise as the Flax layer does, with a two-pass variance; XLA lays it out with a mask, or in 64 bits."""
         if mask is not None or not _in_float32(self, x):
             return super().__call__(x, mask=mask)
         return _normed(self, x, functools.partial(layer_norm, recomputed=recomputed_in_maps), ("scale", "bias"))
@@ -251,8 +250,7 @@ class ShardedRMSNorm(nnx.RMSNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does; with a mask, or of numbers that float32 does not hold, call the Flax layer,
-        laid out by XLA."""
+        """Normalise as the Flax layer does; XLA lays it out with a mask, or in 64 bits."""
         if mask is not None or not _in_float32(self, x):
             return super().__call__(x, mask=mask)
         return _normed(self, x, rms_norm, ("scale",))
@@ -286,11 +284,6 @@ def _wide(param: jax.Array | None) -> jax.Array | None:
 def sharded(kind: type[nnx.Module]) -> type[nnx.Module]:
     """Return the sharded form of a layer's type: of a derived one a type whose `super()` is the sharded layer."""
     return in_place_of_base(kind, next(SHARDED[base] for base in kind.__mro__ if base in SHARDED), "Sharded")
-
-
-def given(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Return the type of which `sharded` made this one."""
-    return kind.__bases__[0]
 
 
 SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {

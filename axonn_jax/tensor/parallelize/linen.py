@@ -21,6 +21,7 @@ from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
+from axonn_jax.tensor.parallelize.rowless import values_of
 
 Loss = Callable[..., Any]
 """Loss of parameters and a batch, and of a key where it takes three: a scalar, or a scalar and anything else."""
@@ -146,6 +147,7 @@ def parallelize_linen(
         UserError: The grid has a pipeline, the batch no rows, the parameters are not those of the loss's modules, the
             loss returns anything but a scalar, lays an array out on another mesh, or an override matches nothing.
     """
+    batch = values_of(batch)
     _check(loss, params, grid, batch)
     key, axes = (jax.random.key(0),) if takes_key(loss) else (), MappedAxes()
 

@@ -12,7 +12,7 @@ _UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
 
 
 class MappedAxes:
-    """Axes that a loss written for `jax.pmap` names, found by trying, each bound with size one.
+    """Axes that a loss written for `jax.pmap` names, unbound by trying, each bound with size one.
 
     The rows of a batch are one array, of which `lax.pmean` over devices is the mean itself.
     """
@@ -29,10 +29,10 @@ class MappedAxes:
             try:
                 return called()
             except NameError as error:
-                found = _UNBOUND.search(str(error))
-                if found is None or found[1] in self._names:
+                unbound = _UNBOUND.search(str(error))
+                if unbound is None or unbound[1] in self._names:
                     raise
-                self._names.append(found[1])
+                self._names.append(unbound[1])
 
 
 def _bound(name: str, run: Callable[[], Any]) -> Any:

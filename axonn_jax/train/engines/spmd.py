@@ -233,7 +233,7 @@ class SpmdEngine:
         if not ragged:
             self._settle(batch)
         if (form := (loss, ragged)) not in self._forward:
-            self._forward[form] = jax.jit(self.program.of(loss, whole=ragged).forward)
+            self._forward[form] = jax.jit(self.program.of(loss, at_once=ragged).forward)
         given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
         result = self._forward[form](self.store.weights, self._carried, given)
         return result.loss, result.weight, result.aux

@@ -1,7 +1,6 @@
 """Global batches of any pytree of arrays with rows in front."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,39 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr, register_dataclass, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.tensor.parallelize.rowless import Replicated, is_replicated
 from axonn_jax.tensor.params import copied
 from axonn_jax.train.modules.apart import ROW_AXES
-
-
-@register_dataclass
-@dataclass(frozen=True)
-class Replicated:
-    """Arrays of a batch that have no rows: every device gets them whole."""
-
-    value: Any
-
-
-def replicated(array: Any) -> Replicated:
-    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a number.
-
-    Args:
-        array: The array, or a tree of arrays, the same in every process; the loss gets it as it is.
-    """
-    return Replicated(array)
-
-
-def is_replicated(leaf: Any) -> bool:
-    """True if a node of a batch is marked by `replicated`."""
-    return isinstance(leaf, Replicated)
-
-
-def values_of(batch: Any) -> Any:
-    """Return a batch as a loss takes it, without marks."""
-    return jax.tree.map(lambda leaf: leaf.value if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated)
 
 
 class TreeBatches:

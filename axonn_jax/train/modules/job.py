@@ -30,8 +30,9 @@ from axonn_jax.train.modules.apart import Apart, Loss, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.linen_tree import TreeApart
 from axonn_jax.train.modules.nnx_module import ModuleApart
+from axonn_jax.train.modules.numbers import Weight
 from axonn_jax.train.modules.own_tree import in_own_tree
-from axonn_jax.train.modules.program import LossProgram, Weight
+from axonn_jax.train.modules.program import LossProgram
 from axonn_jax.train.modules.proof import ROWS, Proof, Rows
 from axonn_jax.train.optimizer import check_elementwise
 

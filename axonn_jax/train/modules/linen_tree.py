@@ -85,15 +85,15 @@ class TreeApart:
         return GivenTree(structure, names, frozenset(self.params))
 
     def exact(self) -> Apart:  # noqa: D102
-        other = copy(self)
-        other._losses = _losses(self._loss, None)
-        return other
+        own = copy(self)
+        own._losses = _losses(self._loss, None)
+        return own
 
     def with_loss(self, loss: Loss) -> Apart:  # noqa: D102
-        other = copy(self)
-        other._loss, other._losses, other._keyed = loss, _losses(loss, self._compute), takes_key(loss)
-        other._axes, other.split = MappedAxes(), isinstance(loss, LinenLoss)
-        return other
+        own = copy(self)
+        own._loss, own._losses, own._keyed = loss, _losses(loss, self._compute), takes_key(loss)
+        own._axes, own.split = MappedAxes(), isinstance(loss, LinenLoss)
+        return own
 
     def run(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
@@ -137,8 +137,8 @@ def _losses(loss: Loss, compute: Any) -> dict[Way, Loss]:
     plain = plain if compute is None else partial(_computed_in, plain, compute)
     if not isinstance(loss, LinenLoss):
         return {"parts": plain, "whole": plain, "xla": plain}
-    whole = loss if compute is None else loss.with_dtype(compute)
-    return {"parts": whole.with_row_axes(ROW_AXES, REPLICAS), "whole": whole, "xla": plain}
+    split = loss if compute is None else loss.with_dtype(compute)
+    return {"parts": split.with_row_axes(ROW_AXES, REPLICAS), "whole": split, "xla": plain}
 
 
 def _computed_in(loss: Loss, dtype: Any, tree: Any, *given: Any) -> Any:

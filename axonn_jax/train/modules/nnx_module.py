@@ -36,7 +36,7 @@ from axonn_jax.train.modules.apart import (
 from axonn_jax.train.modules.own_tree import OwnTree, StateTree
 
 
-class Held(NamedTuple):
+class Emptied(NamedTuple):
     """A Variable, or an array that is an attribute, without its value."""
 
     path: tuple[Any, ...]
@@ -67,7 +67,7 @@ class ModuleApart:
         split: Any = nnx.split(model, nnx.RngState, ...)
         self._graph, self._streams, state = split
         chosen = nnx.filterlib.to_predicate(wrt)
-        self._held, arrays, trained = list[Held](), dict[str, Any](), dict[str, tuple[Any, Any]]()
+        self._held, arrays, trained = list[Emptied](), dict[str, Any](), dict[str, tuple[Any, Any]]()
         frozen, self._impls = set[str](), dict[str, Any]()
         for held, values in _leaves(state):
             self._held.append(held)
@@ -100,14 +100,14 @@ class ModuleApart:
         self.kernels = tuple(name for name in named if name in self.params)
 
     def exact(self) -> Apart:  # noqa: D102
-        other = copy(self)
-        other._compute = None
-        return other
+        own = copy(self)
+        own._compute = None
+        return own
 
     def with_loss(self, loss: Loss) -> Apart:  # noqa: D102
-        other = copy(self)
-        other._loss, other._keyed, other._axes = loss, takes_key(loss), MappedAxes()
-        return other
+        own = copy(self)
+        own._loss, own._keyed, own._axes = loss, takes_key(loss), MappedAxes()
+        return own
 
     def run(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
@@ -158,21 +158,21 @@ class ModuleApart:
     def _values(self, model: nnx.Module) -> dict[str, Any]:
         """Return a module's arrays by name, of those that it had at first."""
         state = dict(nnx.to_flat_state(nnx.state(model)))
-        found = dict[str, Any]()
+        values = dict[str, Any]()
         for held in self._held:
             leaves, tree = jax.tree.flatten(_raw(state[held.path]))
             if tree != held.tree:
                 raise UserError("model", _dotted(held.path), "state that a call leaves in the structure that it has")
-            found |= dict(zip(held.names, leaves, strict=True))
-        return found
+            values |= dict(zip(held.names, leaves, strict=True))
+        return values
 
 
-def _leaves(state: Any) -> Iterator[tuple[Held, dict[str, Any]]]:
+def _leaves(state: Any) -> Iterator[tuple[Emptied, dict[str, Any]]]:
     """Return each Variable or array of a state, with its arrays by name."""
     for path, leaf in nnx.to_flat_state(state):
         leaves, tree = tree_flatten_with_path(_raw(leaf))
         values = {_dotted(path) + keystr(inner): value for inner, value in leaves}
-        yield Held(path, leaf.replace(None) if isinstance(leaf, nnx.Variable) else None, tree, tuple(values)), values
+        yield Emptied(path, leaf.replace(None) if isinstance(leaf, nnx.Variable) else None, tree, tuple(values)), values
 
 
 def _raw(leaf: Any) -> Any:
@@ -180,7 +180,7 @@ def _raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _filled(held: Held, values: Mapping[str, Any]) -> Any:
+def _filled(held: Emptied, values: Mapping[str, Any]) -> Any:
     value = jax.tree.unflatten(held.tree, [values[name] for name in held.names])
     return held.empty.replace(value) if isinstance(held.empty, nnx.Variable) else value
 

@@ -10,42 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import register_dataclass
 
 from axonn_jax.backend.traits import convolves_slowly_in_loops
-from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
 from axonn_jax.tensor.parallelize.flow import MARK
+from axonn_jax.tensor.parallelize.rowless import is_replicated
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped, size_over
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way
-from axonn_jax.train.modules.batches import is_replicated
-
-_FLOAT32 = jnp.dtype("float32")
-
-Weight = Callable[[Any], Any]
-"""Function of a batch -> what its mean loss counts."""
-
-
-@register_dataclass
-@dataclass(frozen=True)
-class Total:
-    """A number beside a loss that adds up over the rows."""
-
-    value: Any
-
-
-def total(value: Any) -> Total:
-    """Mark a number that a `Trainer`'s loss returns as one to be added up over the rows of a batch, not averaged.
-
-    Args:
-        value: The sum over the rows that the loss has, a scalar.
-    """
-    return Total(value)
+from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_weights, share_of
 
 
 class Forward(NamedTuple):
@@ -74,7 +51,7 @@ class LossProgram(OnMesh):
     model: Apart
     weight: Weight | None = None
     bucket: int = 16_000_000
-    sums: jnp.dtype = _FLOAT32
+    sums: jnp.dtype = jnp.dtype(jnp.float32)  # noqa: RUF009
     """Dtype in which gradients add up, and are reduced over `data`."""
     zero: bool = False
     """True if gradients are scattered over `data` (ZeRO-1)."""
@@ -142,10 +119,10 @@ class LossProgram(OnMesh):
         result = self.forward(params, carried, batch)
         return result.loss, result.weight
 
-    def of(self, loss: Loss | None, *, whole: bool) -> "LossProgram":
-        """Return the program of another loss, of all rows of a batch where they are `whole` or the loss is another."""
+    def of(self, loss: Loss | None, *, at_once: bool) -> "LossProgram":
+        """Return the program of another loss, of all rows of a batch `at_once` or where the loss is another."""
         model = self.model if loss is None else self.model.with_loss(loss)
-        way: Way = "whole" if (whole or loss is not None) and self.way == "parts" else self.way
+        way: Way = "whole" if (at_once or loss is not None) and self.way == "parts" else self.way
         return replace(self, model=model, way=way if model.split else "xla")
 
     def check_traced(self, jaxpr: Any) -> None:
@@ -167,13 +144,7 @@ class LossProgram(OnMesh):
         Parts are in the first `parts` dims: [microbatches, data], or [microbatches].
         """
         rows = _rows_of(batch)
-        if self.weight is None:
-            weights = jnp.full(rows[0].shape[:parts], rows[0].shape[parts], jnp.float32)
-        else:
-            weigh = partial(_weight, self.weight, batch)
-            for _ in range(parts):
-                weigh = jax.vmap(weigh)
-            weights = weigh(rows)
+        weights = part_weights(self.weight, lambda rows: _with(batch, rows), rows, parts)
         total = jnp.sum(weights)
         return weights / total, total
 
@@ -250,7 +221,7 @@ class LossProgram(OnMesh):
             own = self._part_key(key, number, replica)
             result = self.model.run(params, carried, own, _with(batch, rows), training=training, way=self.way)
             changed.update(result.carried)
-            loss = _share_of(result.loss, share)
+            loss = share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
         backward = jax.value_and_grad(part, has_aux=True)
@@ -314,38 +285,6 @@ def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: 
         carry, result = add(carry, part(at))
         results.append(result)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)
-
-
-def _weight(weight: Weight, batch: Any, rows: list[jax.Array]) -> jax.Array:
-    """Return the weight of some rows of a batch; raises ``UserError`` for what is no number."""
-    value = weight(_with(batch, rows))
-    if jnp.shape(value) != ():
-        raise UserError("weight", f"an array of shape {jnp.shape(value)}", "a function that returns a number")
-    return jnp.asarray(value, jnp.float32)
-
-
-def is_total(leaf: Any) -> bool:
-    """True if a node of the numbers beside a loss is marked by `total`."""
-    return isinstance(leaf, Total)
-
-
-def averaged(share: Any, aux: Any) -> Any:
-    """Return the numbers' parts of their means and totals; raises ``UserError`` for what is no number."""
-    return jax.tree.map(partial(_number, share), aux, is_leaf=is_total)
-
-
-def _number(share: Any, given: Any) -> Any:
-    value = given.value if isinstance(given, Total) else given
-    if jnp.shape(value) != ():
-        accepted = "numbers, averaged as the loss is: take a mean over the rows, or ax.total(sum)"
-        raise UserError("loss", f"an array of shape {jnp.shape(value)} beside the loss", accepted)
-    number = jnp.asarray(value, jnp.float32)
-    return Total(number) if isinstance(given, Total) else _share_of(number, share)
-
-
-def _share_of(value: jax.Array, share: jax.Array) -> jax.Array:
-    """Return a part's share of a mean: 0 where nothing in the part counts, whatever its value."""
-    return jnp.where(share != 0, value * share, 0)
 
 
 def _rows_of(batch: Any) -> list[jax.Array]:

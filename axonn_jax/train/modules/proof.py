@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -15,12 +14,15 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from axonn_jax.errors import UserError
 from axonn_jax.grid import without_mesh
 from axonn_jax.memory.forms import Weights
+from axonn_jax.tensor.parallelize.rowless import is_replicated, values_of
 from axonn_jax.tensor.params import Params
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import Way
-from axonn_jax.train.modules.batches import TreeBatches, values_of
-from axonn_jax.train.modules.divisors import divides_by_rows
-from axonn_jax.train.modules.program import LossProgram, averaged
+from axonn_jax.train.modules.batches import TreeBatches
+from axonn_jax.train.modules.constant_key import constant_key
+from axonn_jax.train.modules.coupling import couples_rows
+from axonn_jax.train.modules.numbers import averaged
+from axonn_jax.train.modules.program import LossProgram
 
 Rows = Literal["auto", "parts", "whole"]
 ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
@@ -55,9 +57,9 @@ class Difference(NamedTuple):
 class Proof:
     """Choice of the way in which a loss runs, by its results in a forward pass of training.
 
-    Every random number is a constant there, as rows in parts draw others. Results are compared before the first step
-    and before steps 1, 10, 100, 1,000 and so on, counted from 0: masks may be alike in all parts of one batch, and a
-    target network be the trained one at first.
+    Every random number is a constant there, as rows in parts draw others. Results are compared with the weights and
+    with weights moved at random, since gates may be zero and two policies the same at first; and again before steps 1,
+    2, 4, 8 and so on, counted from 0, since masks may be alike in all parts of one batch.
 
     Args:
         rows: "auto", or "parts" or "whole" for the way to take.
@@ -72,7 +74,7 @@ class Proof:
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._mesh = program.grid.mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._half, self._divides = False, False
+        self._half, self._couples = False, False
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
@@ -89,7 +91,7 @@ class Proof:
         if self._due is None or step < self._due:
             return False
         before = self.way
-        self._due = 1 if step == 0 else 10 ** len(str(step))
+        self._due = 1 << step.bit_length()
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         with jax.default_matmul_precision("highest"):
             lines = self._compare(dense, carried, batch)
@@ -106,56 +108,59 @@ class Proof:
             raise
         except Exception as error:  # of a stranger's code, which a step will meet too
             return [f"rows: not compared with the loss of all rows at once, which fails: {_first_line(error)}"]
-        found, lines = dict[Way, Results](), list[str]()
+        by_way, lines = dict[Way, Results](), list[str]()
         for way in _WAYS[_WAYS.index(self.way) :]:
             try:
-                found[way] = self._results(way, self._batches, params, carried, batch)
+                by_way[way] = self._results(way, self._batches, params, carried, batch)
             except UserError:
                 raise
             except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
                 lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
                 continue
-            differences = self._differences(found[way], want, params, carried, batch)
+            differences = self._differences(by_way[way], want, params, carried, batch)
             parts = self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
-            if not differences and not (self._divides and parts > 1):
+            if not differences and not (self._couples and parts > 1):
                 self.way = way
                 return [f"rows: {_INSTEAD[way]}; {lines[-1]}"] if lines else []
             more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
-            what = f"{differences[0]}{more}" if differences else "the loss divides by a number computed from the rows"
-            lines.append(f"{_RUNS[way]} {what}")
-        if not found:
+            reason = f"{differences[0]}{more}" if differences else "the loss uses a number computed from all rows"
+            lines.append(f"{_RUNS[way]} {reason}")
+        if not by_way:
+            if self._batches.microbatches > 1:
+                accepted = f"1 with a loss that runs on all rows of a batch at once alone; {lines[0]}"
+                raise UserError("microbatches", self._batches.microbatches, accepted)
             return lines
-        same = {"parts", "whole"} <= set(found) and not _apart(found["parts"], found["whole"], _ROUNDING)
-        best: tuple[Way, ...] = ("parts",) if same and not self._divides else ("whole", "xla", "parts")
-        self.way = next(way for way in best if way in found)
+        same = {"parts", "whole"} <= set(by_way) and not _apart(by_way["parts"], by_way["whole"], _ROUNDING)
+        best: tuple[Way, ...] = ("parts",) if same and not self._couples else ("whole", "xla", "parts")
+        self.way = next(way for way in best if way in by_way)
         count = self._batches.microbatches
         advice = f"microbatches = {count} change what is learned unless weight= is what a part's mean counts: "
         return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
 
     def _differences(self, got: Results, want: Results, *given: Any) -> list[Difference]:
         """Return the results that differ beyond rounding, as far as another computation of the same shows it."""
-        if not (found := _apart(got, want, _ROUNDING)):
+        if not (beyond := _apart(got, want, _ROUNDING)):
             return []
         try:
             again = self._results("whole", TreeBatches(self._program.grid, 1), *given)
         except Exception:  # of jax's manual axes
-            return found
+            return beyond
         noise = {each.name: 8 * each.relative for each in _apart(again, want, 0.0)}
         most = _HALF if self._half else _CANCELLED
-        return [each for each in found if each.relative > min(noise.get(each.name, 0.0), most)]
+        return [each for each in beyond if each.relative > min(noise.get(each.name, 0.0), most)]
 
     def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
         """Return the results of all rows at once, by one device where it has room, and the rows."""
         if jax.process_count() == 1 and sum(value.size * value.dtype.itemsize for value in params.values()) <= _SMALL:
             with without_mesh():
                 return self._alone(params, carried, batch)
-        batch, one = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
+        batch, at_once = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
         rows = values_of(batch)
-        self._read(jax.make_jaxpr(self._run_alone)(params, carried, rows).jaxpr, len(jax.tree.leaves(rows)))
+        self._read(jax.make_jaxpr(self._run_alone)(params, carried, rows).jaxpr, batch)
         try:
-            return self._results("whole", one, params, carried, batch), batch
+            return self._results("whole", at_once, params, carried, batch), batch
         except Exception:  # of jax's manual axes
-            return self._results("xla", one, params, carried, batch), batch
+            return self._results("xla", at_once, params, carried, batch), batch
 
     def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
@@ -164,37 +169,47 @@ class Proof:
         rows = jax.device_put(values_of(batch), device)
         if (form := str(jax.tree.map(jnp.shape, rows))) not in self._compiled:
             traced = jax.jit(self._run_alone).trace(*given, rows)
-            self._read(traced.jaxpr.jaxpr, len(jax.tree.leaves(rows)))
+            self._read(traced.jaxpr.jaxpr, batch)
             compiled = traced.lower().compile()
             room = compiled.memory_analysis()
             fewer = self._batches.first(batch, _ROOM / max(1, room.temp_size_in_bytes)) if room else batch
             if self._batches.rows(fewer) < self._batches.rows(batch):
                 return self._alone(params, carried, fewer)
             self._compiled[form] = compiled
-        return _named(*self._compiled[form](*given, rows)), batch
+        return _named(self._compiled[form](*given, rows)), batch
 
     def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
-        key = jax.random.fold_in(_constant_key(), 0)  # as of the one part
-        result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
-        return result.loss, averaged(1.0, result.aux), result.carried
+        key = jax.random.fold_in(constant_key(), 0)  # as of the one part
 
-    def _read(self, jaxpr: Any, count: int) -> None:
-        """Learn from a traced loss, whose last `count` inputs are a batch, what one batch may not show."""
+        def results(params: Params) -> Any:
+            result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
+            return result.loss, averaged(1.0, result.aux), result.carried
+
+        return results(params), results(_moved(params))
+
+    def _read(self, jaxpr: Any, batch: Any) -> None:
+        """Learn from a traced loss, whose last inputs are a batch, what one batch may not show."""
         self._half = any(f"{name}[" in str(jaxpr) for name in ("bf16", "f16"))
-        of_rows = [at >= len(jaxpr.invars) - count for at in range(len(jaxpr.invars))]
-        self._divides = self._program.weight is None and divides_by_rows(jaxpr, of_rows)
+        marked = jax.tree.map(
+            lambda leaf: jax.tree.map(lambda _: not is_replicated(leaf), values_of(leaf)), batch, is_leaf=is_replicated
+        )
+        of_rows = jax.tree.leaves(marked)
+        of_rows = [False] * (len(jaxpr.invars) - len(of_rows)) + of_rows
+        self._couples = self._program.weight is None and couples_rows(jaxpr, of_rows)
 
     def _results(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Results:
         program = replace(self._program, way=way)
 
         def run(params: Weights, carried: Params, batch: Any) -> Any:
-            result = program.forward(params, carried, batch, _constant_key(), training=True)
-            return result.loss, result.aux, result.carried
+            results = [
+                program.forward(w, carried, batch, constant_key(), training=True) for w in (params, _moved(params))
+            ]
+            return [(result.loss, result.aux, result.carried) for result in results]
 
         form = (way, batches.microbatches)
         if form not in self._compiled:
             self._compiled[form] = jax.jit(run, out_shardings=NamedSharding(self._mesh, P()))
-        return _named(*self._compiled[form](params, carried, batches.shard(batch)))
+        return _named(self._compiled[form](params, carried, batches.shard(batch)))
 
 
 _RUNS: dict[Way, str] = {
@@ -222,17 +237,28 @@ def _dense(weight: Any) -> jax.Array:
     return weight.shard()  # type: ignore[no-any-return]
 
 
-def _named(loss: Any, aux: Any, carried: Params) -> Results:
-    """Return results on the host."""
-    named = {"the loss is": loss}
-    named |= {f"aux{keystr(path)} is": value for path, value in tree_leaves_with_path(aux)}
-    named |= {f"state {name} is": value for name, value in carried.items()}
+def _moved(params: Any) -> Any:
+    """Return parameters with noise of a twentieth of their size, the same in every layout."""
+    moved = {}
+    for number, (name, value) in enumerate(sorted(params.items())):
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), value.shape)
+        moved[name] = value + (0.05 * jnp.sqrt(jnp.mean(jnp.square(value))) + 0.02) * noise
+    return moved
+
+
+def _named(results: Any) -> Results:
+    """Return results with the weights, and with weights moved, on the host."""
+    named = {}
+    for where, (loss, aux, carried) in zip(("", "with other weights "), results, strict=True):
+        named[f"{where}the loss is"] = loss
+        named |= {f"{where}aux{keystr(path)} is": value for path, value in tree_leaves_with_path(aux)}
+        named |= {f"{where}state {name} is": value for name, value in carried.items()}
     return {name: np.asarray(value) for name, value in named.items()}
 
 
 def _apart(got: Results, want: Results, rounding: float) -> list[Difference]:
     """Return the results that differ; those of replicas, [data, ...], are each compared."""
-    found = []
+    differences = []
     for name in got.keys() & want.keys():
         a, b = got[name].astype(np.complex128), want[name].astype(np.complex128)
         with np.errstate(all="ignore"):
@@ -241,35 +267,5 @@ def _apart(got: Results, want: Results, rounding: float) -> list[Difference]:
             relative = float(off.max(initial=0) / scale) if off.any() else 0.0
         exact = want[name].dtype.kind not in "fcV"
         if not relative <= (0.0 if exact else rounding):
-            found.append(Difference(name, got[name], want[name], relative))
-    return sorted(found, key=lambda each: each.name != "the loss is")
-
-
-# Numbers between 1/4 and 5/16 as uniform, by the key alone: a tensor's entries are alike, and whoever draws until a
-# number fits (as for a gamma distribution) comes to an end.
-
-
-def _next(key: jax.Array) -> jax.Array:
-    return key * jnp.uint32(1664525) + jnp.uint32(1013904223)
-
-
-def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-    bits = jnp.uint32(0x40000000) | (key[0] >> 4)
-    dtype = jnp.dtype(f"uint{width}")
-    own = bits.astype(dtype) << (width - 32) if width > 32 else (bits >> (32 - width)).astype(dtype)
-    return jnp.broadcast_to(own, shape)
-
-
-_CONSTANT = define_prng_impl(
-    key_shape=(1,),
-    seed=lambda seed: jnp.broadcast_to(seed, (1,)).astype(jnp.uint32),
-    split=lambda key, shape: jnp.broadcast_to(_next(key), (*shape, 1)),
-    random_bits=_bits,
-    fold_in=lambda key, number: _next(key),
-    name="axonn_constant",
-    tag="constant",
-)
-
-
-def _constant_key() -> jax.Array:
-    return jax.random.key(0, impl=_CONSTANT)
+            differences.append(Difference(name, got[name], want[name], relative))
+    return sorted(differences, key=lambda each: each.name != "the loss is")
