@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from axonn_jax.tensor.parallelize.api import parallelize
     from axonn_jax.tensor.parallelize.linen import parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report
-    from axonn_jax.tensor.parallelize.rowless import replicated
+    from axonn_jax.tensor.specs import replicated
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
     from axonn_jax.train.modules.numbers import total
     from axonn_jax.train.trainer import Trainer
@@ -68,7 +68,7 @@ _HOME = {
     "Sampling": "axonn_jax.inference.sampling",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
-    "replicated": "axonn_jax.tensor.parallelize.rowless",
+    "replicated": "axonn_jax.tensor.specs",
     "total": "axonn_jax.train.modules.numbers",
     "UserError": "axonn_jax.errors",
     "goldfish": "axonn_jax.data.goldfish",

@@ -1,12 +1,14 @@
-"""Layouts: the dims that a `PartitionSpec` splits, and the manual region in which functions see local shards."""
+"""Layouts: the dims that a `PartitionSpec` splits, the manual region of local shards, arrays without rows to split."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import register_dataclass
 
 
 def spec_axes(spec: P) -> frozenset[str]:
@@ -81,3 +83,30 @@ def _over(spec: P, axes: tuple[str, ...]) -> P:
     """The part of a layout that concerns `axes`."""
     dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
     return P(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Replicated:
+    """Arrays of a batch that have no rows: every device gets them whole."""
+
+    value: Any
+
+
+def replicated(array: Any) -> Replicated:
+    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a number.
+
+    Args:
+        array: The array, or a tree of arrays, the same in every process; the loss gets it as it is.
+    """
+    return Replicated(array)
+
+
+def is_replicated(leaf: Any) -> bool:
+    """True if a node of a batch is marked by `replicated`."""
+    return isinstance(leaf, Replicated)
+
+
+def values_of(batch: Any) -> Any:
+    """Return a batch as a loss takes it, without marks."""
+    return jax.tree.map(lambda leaf: leaf.value if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated)

@@ -21,7 +21,7 @@ from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
-from axonn_jax.tensor.parallelize.rowless import values_of
+from axonn_jax.tensor.specs import values_of
 
 Loss = Callable[..., Any]
 """Loss of parameters and a batch, and of a key where it takes three: a scalar, or a scalar and anything else."""

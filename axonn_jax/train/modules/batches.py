@@ -12,8 +12,8 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.tensor.parallelize.rowless import Replicated, is_replicated
 from axonn_jax.tensor.params import copied
+from axonn_jax.tensor.specs import Replicated, is_replicated
 from axonn_jax.train.modules.apart import ROW_AXES
 
 

@@ -17,9 +17,8 @@ from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
 from axonn_jax.tensor.parallelize.flow import MARK
-from axonn_jax.tensor.parallelize.rowless import is_replicated
 from axonn_jax.tensor.params import Params, Specs, global_norm
-from axonn_jax.tensor.specs import shard_mapped, size_over
+from axonn_jax.tensor.specs import is_replicated, shard_mapped, size_over
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way
 from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_weights, share_of

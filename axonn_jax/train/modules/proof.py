@@ -14,8 +14,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from axonn_jax.errors import UserError
 from axonn_jax.grid import without_mesh
 from axonn_jax.memory.forms import Weights
-from axonn_jax.tensor.parallelize.rowless import is_replicated, values_of
 from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.specs import is_replicated, values_of
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import Way
 from axonn_jax.train.modules.batches import TreeBatches
