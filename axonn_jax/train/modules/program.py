@@ -33,7 +33,7 @@ class Forward(NamedTuple):
     carried: Params
     """State that the call has changed; of replicas side by side that of each, [data, ...]."""
     weight: jax.Array
-    """What the mean loss counts: by `weight`, else the batch's rows."""
+    """Weight of the mean loss: by `weight`, else the batch's rows."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class LossProgram(OnMesh):
         self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False
     ) -> Forward:
         """Return the mean loss of a batch, its numbers and the changed state."""
-
         local = partial(self._local, None, training)
         (loss, _, aux, changed), weight = self._called(local, params, carried, batch, key, None)
         if self.way == "parts":

@@ -129,7 +129,7 @@ class Proof:
             if self._batches.microbatches > 1:
                 accepted = f"1 with a loss that runs on all rows of a batch at once alone; {lines[0]}"
                 raise UserError("microbatches", self._batches.microbatches, accepted)
-            return lines
+            return [f"rows: {line}" for line in lines]
         same = {"parts", "whole"} <= set(by_way) and not _apart(by_way["parts"], by_way["whole"], _ROUNDING)
         best: tuple[Way, ...] = ("parts",) if same and not self._couples else ("whole", "xla", "parts")
         self.way = next(way for way in best if way in by_way)
@@ -189,7 +189,8 @@ class Proof:
 
     def _read(self, jaxpr: Any, batch: Any) -> None:
         """Learn from a traced loss, whose last inputs are a batch, what one batch may not show."""
-        self._half = any(f"{name}[" in str(jaxpr) for name in ("bf16", "f16"))
+        text = str(jaxpr)
+        self._half = any(f"{name}[" in text for name in ("bf16", "f16"))
         marked = jax.tree.map(
             lambda leaf: jax.tree.map(lambda _: not is_replicated(leaf), values_of(leaf)), batch, is_leaf=is_replicated
         )
