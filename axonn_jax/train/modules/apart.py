@@ -23,8 +23,8 @@ Loss = Callable[..., Any]
 """Function of (model, batch) or (model, batch, key) -> a mean loss, or (a mean loss, numbers)."""
 
 Way = Literal["parts", "whole", "xla"]
-"""Way in which a loss runs: on one replica's rows, with layers split; on the rows of all replicas as one array, with layers
-split; so too, but with layers as Flax wrote them, for XLA to split."""
+"""Way in which a loss runs: on one replica's rows, with layers split; on the rows of all replicas as one array, with
+layers split; so too, but with layers as Flax wrote them, for XLA to split."""
 
 
 class LossResult(NamedTuple):
