@@ -25,7 +25,7 @@ from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_wei
 
 
 class Forward(NamedTuple):
-    """Results of a loss on a batch, without gradients."""
+    """Results of a loss on a batch."""
 
     loss: jax.Array
     aux: Any
@@ -34,6 +34,8 @@ class Forward(NamedTuple):
     """State that the call has changed; of replicas side by side that of each, [data, ...]."""
     weight: jax.Array
     """Weight of the mean loss: by `weight`, else the batch's rows."""
+    grads: Params
+    """Gradients, in training."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,12 @@ class LossProgram(OnMesh):
     def forward(
         self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False
     ) -> Forward:
-        """Return the mean loss of a batch, its numbers and the changed state."""
-        local = partial(self._local, None, training)
-        (loss, _, aux, changed), weight = self._called(local, params, carried, batch, key, None)
+        """Return the mean loss of a batch, its numbers and the changed state, in training its gradients too."""
+        local = partial(self._local, {} if training else None, training)
+        (loss, grads, aux, changed), weight = self._called(local, params, carried, batch, key, None)
         if self.way == "parts":
-            loss, aux = jax.tree.map(lambda value: jnp.sum(value, 0), (loss, aux))
-        return Forward(loss, aux, changed, weight)
+            loss, grads, aux = jax.tree.map(lambda value: jnp.sum(value, 0), (loss, grads, aux))
+        return Forward(loss, aux, changed, weight, grads)
 
     def evaluate(self, params: Weights, carried: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of a batch in evaluation mode, and its weight: by `weight`, else its rows."""

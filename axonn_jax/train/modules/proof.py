@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,39 +20,61 @@ from axonn_jax.tensor.specs import is_replicated, values_of
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import Way
 from axonn_jax.train.modules.batches import TreeBatches
-from axonn_jax.train.modules.constant_key import constant_key
 from axonn_jax.train.modules.coupling import couples_rows
 from axonn_jax.train.modules.numbers import averaged
+from axonn_jax.train.modules.probes import constant_key, moved, sketches
 from axonn_jax.train.modules.program import LossProgram
 
 Rows = Literal["auto", "parts", "whole"]
 ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
 _WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
 
-_ROUNDING = 2e-5
-"""Difference that is rounding of float32, over the larger of the values; more only where two computations show it."""
-_CANCELLED, _HALF = 1e-3, 3e-2
-"""Largest difference that may be rounding: where terms cancel out, and of a model that computes in half precision."""
+_ROUNDING, _FLOOR = 2e-5, 1e-7
+"""Difference that is rounding of float32, over the larger of two results; and of a number near 0."""
+_SINGLE, _HALF = 2.0**-23, 2.0**-8
+"""Rounding of a weight, by the precision that a model computes in."""
+_NOISE = 8
+"""Difference that is rounding, over what results differ by when each weight is moved by its rounding."""
+_POINTS = {"": (0.0, 0.0), "with other weights ": (0.05, 0.02)}
+"""Noise of the weights, of their root mean square and absolute, with which results are compared."""
 _SMALL, _ROOM = 2**30, 2**31
 """Bytes of parameters, and of temporaries, up to which one device computes the loss of all rows."""
 
-Results = dict[str, np.ndarray]
-"""Loss, numbers and changed state by name."""
+
+class Name(NamedTuple):
+    """Name of a result."""
+
+    weights: str
+    """One of `_POINTS`."""
+    kind: str
+    """One of `_KINDS`."""
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.weights}{self.kind}{self.path}"
+
+
+_KINDS = ("the loss", "aux ", "state ", "the gradient of ")
+"""Kinds of results, in the order in which their differences are told."""
+
+Results = dict[Name, np.ndarray]
+
+Run = Callable[[float], Results]
+"""Results of a loss with noise of the weights, of their root mean square."""
 
 
 class Difference(NamedTuple):
     """Result that is not that of all rows at once."""
 
-    name: str
+    name: Name
     got: np.ndarray
     want: np.ndarray
-    relative: float
-    """Largest difference over the largest value."""
 
     def __str__(self) -> str:
         if self.got.ndim == self.want.ndim == 0:
-            return f"{self.name} {float(self.got):.7g}, of all rows at once {float(self.want):.7g}"
-        return f"{self.name} {self.relative:.1e} off that of all rows at once"
+            return f"{self.name} is {float(self.got):.7g}, of all rows at once {float(self.want):.7g}"
+        relative = _off(self.got, self.want) / max(_largest(self.got), _largest(self.want))
+        return f"{self.name} is {relative:.1e} off that of all rows at once"
 
 
 class Proof:
@@ -103,21 +126,25 @@ class Proof:
     def _compare(self, params: Params, carried: Params, batch: Any) -> list[str]:
         """Choose the way; return lines about what differs from all rows at once."""
         try:
-            want, batch = self._all_rows(params, carried, batch)
+            all_rows, batch = self._all_rows(params, carried, batch)
+            want = all_rows(0.0)
         except UserError:
             raise
         except Exception as error:  # of a stranger's code, which a step will meet too
             return [f"rows: not compared with the loss of all rows at once, which fails: {_first_line(error)}"]
-        by_way, lines = dict[Way, Results](), list[str]()
+        by_way, lines, noisy = dict[Way, Results](), list[str](), None
         for way in _WAYS[_WAYS.index(self.way) :]:
             try:
-                by_way[way] = self._results(way, self._batches, params, carried, batch)
+                by_way[way] = self._run(way, self._batches, params, carried, batch)(0.0)
             except UserError:
                 raise
             except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
                 lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
                 continue
-            differences = self._differences(by_way[way], want, params, carried, batch)
+            differences = _apart(by_way[way], want)
+            if differences:
+                noisy = noisy or all_rows(_HALF if self._half else _SINGLE)
+                differences = _apart(by_way[way], want, noisy)
             parts = self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
             if not differences and not (self._couples and parts > 1):
                 self.way = way
@@ -130,45 +157,32 @@ class Proof:
                 accepted = f"1 with a loss that runs on all rows of a batch at once alone; {lines[0]}"
                 raise UserError("microbatches", self._batches.microbatches, accepted)
             return [f"rows: {line}" for line in lines]
-        same = {"parts", "whole"} <= set(by_way) and not _apart(by_way["parts"], by_way["whole"], _ROUNDING)
+        same = {"parts", "whole"} <= set(by_way) and not _apart(by_way["parts"], by_way["whole"])
         best: tuple[Way, ...] = ("parts",) if same and not self._couples else ("whole", "xla", "parts")
         self.way = next(way for way in best if way in by_way)
         count = self._batches.microbatches
         advice = f"microbatches = {count} change what is learned unless weight= is what a part's mean counts: "
         return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
 
-    def _differences(self, got: Results, want: Results, *given: Any) -> list[Difference]:
-        """Return the results that differ beyond rounding, as far as another computation of the same shows it."""
-        if not (beyond := _apart(got, want, _ROUNDING)):
-            return []
-        try:
-            again = self._results("whole", TreeBatches(self._program.grid, 1), *given)
-        except Exception:  # of jax's manual axes
-            return beyond
-        noise = {each.name: 8 * each.relative for each in _apart(again, want, 0.0)}
-        most = _HALF if self._half else _CANCELLED
-        return [each for each in beyond if each.relative > min(noise.get(each.name, 0.0), most)]
-
-    def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
+    def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
         """Return the results of all rows at once, by one device where it has room, and the rows."""
         if jax.process_count() == 1 and sum(value.size * value.dtype.itemsize for value in params.values()) <= _SMALL:
             with without_mesh():
                 return self._alone(params, carried, batch)
         batch, at_once = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
-        rows = values_of(batch)
-        self._read(jax.make_jaxpr(self._run_alone)(params, carried, rows).jaxpr, batch)
+        self._read(jax.make_jaxpr(self._run_alone)(*_POINTS[""], params, carried, values_of(batch)).jaxpr, batch)
+        run = self._run("whole", at_once, params, carried, batch)
         try:
-            return self._results("whole", at_once, params, carried, batch), batch
+            run(0.0)
         except Exception:  # of jax's manual axes
-            return self._results("xla", at_once, params, carried, batch), batch
+            run = self._run("xla", at_once, params, carried, batch)
+        return run, batch
 
-    def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Results, Any]:
+    def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
-        device = self._mesh.local_devices[0]
-        given = jax.device_put((params, carried), device)
-        rows = jax.device_put(values_of(batch), device)
-        if (form := str(jax.tree.map(jnp.shape, rows))) not in self._compiled:
-            traced = jax.jit(self._run_alone).trace(*given, rows)
+        given = jax.device_put((params, carried, values_of(batch)), self._mesh.local_devices[0])
+        if (form := str(jax.tree.map(jnp.shape, given[-1]))) not in self._compiled:
+            traced = jax.jit(self._run_alone).trace(*_POINTS[""], *given)
             self._read(traced.jaxpr.jaxpr, batch)
             compiled = traced.lower().compile()
             room = compiled.memory_analysis()
@@ -176,16 +190,17 @@ class Proof:
             if self._batches.rows(fewer) < self._batches.rows(batch):
                 return self._alone(params, carried, fewer)
             self._compiled[form] = compiled
-        return _named(self._compiled[form](*given, rows)), batch
+        return partial(_at_points, self._compiled[form], given), batch
 
-    def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
+    def _run_alone(self, relative: Any, absolute: Any, params: Params, carried: Params, rows: Any) -> Any:
         key = jax.random.fold_in(constant_key(), 0)  # as of the one part
 
-        def results(params: Params) -> Any:
+        def part(params: Params) -> Any:
             result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
-            return result.loss, averaged(1.0, result.aux), result.carried
+            return result.loss, (averaged(1.0, result.aux), result.carried)
 
-        return results(params), results(_moved(params))
+        (loss, (aux, changed)), grads = jax.value_and_grad(part, has_aux=True)(moved(params, relative, absolute))
+        return loss, aux, changed, sketches(grads)
 
     def _read(self, jaxpr: Any, batch: Any) -> None:
         """Learn from a traced loss, whose last inputs are a batch, what one batch may not show."""
@@ -198,19 +213,18 @@ class Proof:
         of_rows = [False] * (len(jaxpr.invars) - len(of_rows)) + of_rows
         self._couples = self._program.weight is None and couples_rows(jaxpr, of_rows)
 
-    def _results(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Results:
+    def _run(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Run:
         program = replace(self._program, way=way)
 
-        def run(params: Weights, carried: Params, batch: Any) -> Any:
-            results = [
-                program.forward(w, carried, batch, constant_key(), training=True) for w in (params, _moved(params))
-            ]
-            return [(result.loss, result.aux, result.carried) for result in results]
+        def run(relative: Any, absolute: Any, params: Params, carried: Params, batch: Any) -> Any:
+            own: Weights = {**moved(params, relative, absolute)}
+            result = program.forward(own, carried, batch, constant_key(), training=True)
+            return result.loss, result.aux, result.carried, sketches(result.grads)
 
         form = (way, batches.microbatches)
         if form not in self._compiled:
             self._compiled[form] = jax.jit(run, out_shardings=NamedSharding(self._mesh, P()))
-        return _named(self._compiled[form](params, carried, batches.shard(batch)))
+        return partial(_at_points, self._compiled[form], (params, carried, batches.shard(batch)))
 
 
 _RUNS: dict[Way, str] = {
@@ -238,35 +252,39 @@ def _dense(weight: Any) -> jax.Array:
     return weight.shard()  # type: ignore[no-any-return]
 
 
-def _moved(params: Any) -> Any:
-    """Return parameters with noise of a twentieth of their size, the same in every layout."""
-    moved = {}
-    for number, (name, value) in enumerate(sorted(params.items())):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), value.shape)
-        moved[name] = value + (0.05 * jnp.sqrt(jnp.mean(jnp.square(value))) + 0.02) * noise
-    return moved
-
-
-def _named(results: Any) -> Results:
-    """Return results with the weights, and with weights moved, on the host."""
-    named = {}
-    for where, (loss, aux, carried) in zip(("", "with other weights "), results, strict=True):
-        named[f"{where}the loss is"] = loss
-        named |= {f"{where}aux{keystr(path)} is": value for path, value in tree_leaves_with_path(aux)}
-        named |= {f"{where}state {name} is": value for name, value in carried.items()}
+def _at_points(run: Callable[..., Any], given: Any, noise: float) -> Results:
+    """Return the results with the weights, and with weights moved, on the host."""
+    named: dict[Name, Any] = {}
+    for weights, (relative, absolute) in _POINTS.items():
+        loss, *trees = run(relative + noise, absolute, *given)
+        named[Name(weights, _KINDS[0])] = loss
+        for kind, tree in zip(_KINDS[1:], trees, strict=True):
+            for path, value in tree_leaves_with_path(tree):
+                named[Name(weights, kind, keystr(path, simple=True, separator="."))] = value
     return {name: np.asarray(value) for name, value in named.items()}
 
 
-def _apart(got: Results, want: Results, rounding: float) -> list[Difference]:
-    """Return the results that differ; those of replicas, [data, ...], are each compared."""
+def _apart(got: Results, want: Results, noisy: Results | None = None) -> list[Difference]:
+    """Return the results that differ by more than rounding, or than `_NOISE` times what `noisy` ones differ by.
+
+    Results of replicas, [data, ...], are each compared.
+    """
     differences = []
     for name in got.keys() & want.keys():
-        a, b = got[name].astype(np.complex128), want[name].astype(np.complex128)
-        with np.errstate(all="ignore"):
-            off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-            scale = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
-            relative = float(off.max(initial=0) / scale) if off.any() else 0.0
         exact = want[name].dtype.kind not in "fcV"
-        if not relative <= (0.0 if exact else rounding):
-            differences.append(Difference(name, got[name], want[name], relative))
-    return sorted(differences, key=lambda each: each.name != "the loss is")
+        rounding = max(_ROUNDING * _largest(want[name]), _FLOOR if name.kind in _KINDS[:2] else 0.0)
+        noise = _NOISE * _off(noisy[name], want[name]) if noisy else 0.0
+        if not _off(got[name], want[name]) <= (0.0 if exact else max(rounding, noise)):
+            differences.append(Difference(name, got[name], want[name]))
+    return sorted(differences, key=lambda each: (_KINDS.index(each.name.kind), each.name))
+
+
+def _off(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest difference of entries; equal infinities and two NaN are no difference."""
+    a, b = a.astype(np.complex128), b.astype(np.complex128)
+    with np.errstate(all="ignore"):
+        return float(np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b)).max(initial=0))
+
+
+def _largest(a: np.ndarray) -> float:
+    return float(np.abs(a.astype(np.complex128)).max(initial=0, where=np.isfinite(a.astype(np.complex128))))
