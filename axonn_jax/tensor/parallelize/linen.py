@@ -62,7 +62,8 @@ class LinenLoss:
 
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
-        params = jax.tree.map(self._without_z, params, self.used, self.shared)
+        if self.row_axes:
+            params = jax.tree.map(self._without_z, params, self.used, self.shared)
         if self.dtype is not None:
             params = jax.tree.map(self._cast, params, self.in_layers)
         with intercepted(self, self._run):
@@ -83,7 +84,8 @@ class LinenLoss:
         """Return the loss with rows split over these axes, slowest first, in every layer; it recomputes nothing.
 
         A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls it with one
-        replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``.
+        replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``. Without axes the loss runs as
+        Flax wrote it, in a manual region over ``mapped_axis``.
         """
         plans = {key: replace(plan, row_axes=axes, regathers=False) for key, plan in self.plans.items()}
         return replace(self, plans=plans, row_axes=axes, mapped_axis=mapped_axis)
@@ -107,12 +109,12 @@ class LinenLoss:
         return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
-        plan = self.plans.get(call.layer.key) if call.layer is not None else None
+        plan = self.plans.get(call.layer.key) if call.layer is not None and self.row_axes else None
         if call.layer is not None and plan is not None and plan.sharded:
             return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
         if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
-        return call.by_rows(self.mesh, self.row_axes)
+        return call.by_rows(self.mesh, self.row_axes) if self.row_axes else call.plain()
 
 
 def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
@@ -67,6 +67,11 @@ class Apart(Protocol):
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
         """Return the model as the user handed it in, with these parameters and this state."""
+
+
+def one_device_each(mesh: Mesh) -> bool:
+    """True if a replica has one device, where its layers run as Flax wrote them."""
+    return mesh.devices.size == mesh.shape["data"]
 
 
 def takes_batch(loss: Loss) -> bool:

@@ -30,6 +30,7 @@ from axonn_jax.train.modules.apart import (
     in_dtype,
     is_float,
     keys,
+    one_device_each,
     spec_of_value,
 )
 from axonn_jax.train.modules.own_tree import GivenTree, OwnTree
@@ -138,7 +139,8 @@ def _losses(loss: Loss, compute: Any) -> dict[Way, Loss]:
     if not isinstance(loss, LinenLoss):
         return {"parts": plain, "whole": plain, "xla": plain}
     split = loss if compute is None else loss.with_dtype(compute)
-    return {"parts": split.with_row_axes(ROW_AXES, REPLICAS), "whole": split, "xla": plain}
+    axes = () if one_device_each(loss.mesh) else ROW_AXES
+    return {"parts": split.with_row_axes(axes, REPLICAS), "whole": split, "xla": plain}
 
 
 def _computed_in(loss: Loss, dtype: Any, tree: Any, *given: Any) -> Any:

@@ -31,6 +31,7 @@ from axonn_jax.train.modules.apart import (
     in_dtype,
     is_float,
     keys,
+    one_device_each,
     spec_of_value,
 )
 from axonn_jax.train.modules.own_tree import OwnTree, StateTree
@@ -87,7 +88,7 @@ class ModuleApart:
         self.tree: OwnTree = StateTree(trained)
         others = {name: value for name, value in arrays.items() if name not in trained}
         self.carried = {name: copied(v, NamedSharding(mesh, spec_of_value(v))) for name, v in others.items()}
-        self.split = True
+        self.split, self._one_device_each = True, one_device_each(mesh)
         self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
         self.draws = self._streamed or self._keyed
         members = modules(model).values()
@@ -125,12 +126,12 @@ class ModuleApart:
         model = self._merged({**carried, **frozen, **own}, streams)
         if not training:
             model.eval()
-        if way == "xla":
+        if way == "xla" or (way == "parts" and self._one_device_each):
             as_flax(model)
         else:
             gather_spread(model)
-        if way == "parts":
-            with_row_axes(model, ROW_AXES)
+            if way == "parts":
+                with_row_axes(model, ROW_AXES)
         for module in modules(model).values():
             each: Any = module
             if self._compute is not None and _plans_dtype(each) and each.dtype is None:

@@ -1,10 +1,11 @@
 """What makes two computations of a loss comparable: random numbers alike, weights moved, gradients in a few numbers."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.extend.random import define_prng_impl
 
 from axonn_jax.tensor.params import Params
@@ -43,34 +44,41 @@ def constant_key() -> jax.Array:
     return jax.random.key(0, impl=_CONSTANT)
 
 
-def moved(params: Params, relative: jax.Array, absolute: jax.Array) -> Params:
+def moved(params: Params, relative: float, absolute: float) -> Params:
     """Return parameters with noise of a part of their root mean square and of an absolute size.
 
-    The noise is uniform and the same in every layout.
+    The noise is the same in every layout.
     """
-    return {
-        name: value + (relative * jnp.sqrt(jnp.mean(jnp.square(value))) + absolute) * _uniform(value.shape, number)
-        for number, (name, value) in enumerate(sorted(params.items()))
-    }
+    return {name: _moved(value, _signs(value.shape), relative, absolute) for name, value in params.items()}
 
 
 def sketches(grads: Mapping[str, jax.Array]) -> Params:
-    """Return sums of each gradient's entries, with factors between -1 and 1: equal gradients have equal sums."""
-
-    def sums(value: jax.Array) -> jax.Array:
-        shape, value = value.shape, value[..., None]
-        for dim, size in reversed(list(enumerate(shape))):
-            value = jnp.sum(value * _uniform((size, _SUMS), dim), -2)
-        return value
-
-    return {name: sums(value) for name, value in grads.items()}
+    """Return sums of each gradient's entries, each with a sign, [8]: equal gradients have equal sums."""
+    return {name: _sketch(value, _signs(value.shape)) for name, value in grads.items()}
 
 
-def _uniform(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """Return numbers between -1 and 1 by a hash of their indices."""
-    bits = jnp.full(shape, seed, jnp.uint32)
-    for dim in range(len(shape)):
-        bits = (bits + lax.broadcasted_iota(jnp.uint32, shape, dim)) * jnp.uint32(0x9E3779B1)
-        bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA77)
-        bits ^= bits >> 13
-    return (bits >> 8).astype(jnp.float32) * 2.0**-23 - 1
+@jax.jit
+def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: float) -> jax.Array:
+    noise = jnp.ones(_SUMS)
+    for each in signs:
+        noise = noise[..., None, :] * each
+    size = relative * jnp.sqrt(jnp.mean(jnp.square(value))) + absolute
+    return value + size * jnp.mean(noise, -1) * _SUMS**0.5
+
+
+@jax.jit
+def _sketch(value: jax.Array, signs: list[jax.Array]) -> jax.Array:
+    value = value[..., None]
+    for each in reversed(signs):
+        value = jnp.sum(value * each, -2)
+    return value
+
+
+def _signs(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Return a sign for each index of every dim, [size, 8]."""
+    return [_signs_along(dim, size) for dim, size in enumerate(shape)]
+
+
+@cache
+def _signs_along(dim: int, size: int) -> np.ndarray:
+    return np.random.default_rng((size, dim)).choice(np.array([-1, 1], np.float32), (size, _SUMS))

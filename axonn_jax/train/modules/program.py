@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.traits import convolves_slowly_in_loops
@@ -20,7 +20,7 @@ from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import is_replicated, shard_mapped, size_over
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way
+from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way, one_device_each
 from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_weights, share_of
 
 
@@ -168,20 +168,47 @@ class LossProgram(OnMesh):
             own = {name: self._constrained(v.astype(jnp.float32), self._used(name)) for name, v in dense.items()}
             return local(own, carried, batch, shares, 0, key, scale), weight
         shares, weight = self._shares(batch, 2)
+        side_by_side = self._on_devices if self._manual else self._mapped
+        return side_by_side(partial(self._replica, local, key, scale), dense, carried, batch, shares), weight
+
+    @property
+    def _manual(self) -> bool:
+        """True if each replica is on a device of its own, where its model runs as on one device."""
+        return self.way == "parts" and one_device_each(self.grid.mesh)
+
+    def _replica(self, local: Callable[..., Any], key: Any, scale: Any, *given: Any) -> Any:
+        return local(*given, key, scale)
+
+    def _mapped(self, replica: Callable[..., Any], dense: Params, carried: Params, batch: Any, shares: Any) -> Any:
+        """Run each replica, its layers split, in `jax.vmap` over replicas."""
         replicas = self.grid.shape.data
 
         def copies(name: str, value: jax.Array) -> jax.Array:
             stacked = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
             return self._constrained(stacked, P("data", *self._used(name)))
 
-        def replica(*given: Any) -> Any:
-            return local(*given, key, scale)
-
         own = {name: copies(name, value) for name, value in dense.items()}
         of_batch = jax.tree.map(lambda leaf: None if is_replicated(leaf) else 1, batch, is_leaf=is_replicated)
         axes = (0, None, of_batch, 1, 0)
         run = jax.vmap(replica, in_axes=axes, spmd_axis_name="data", axis_name=REPLICAS)
-        return run(own, carried, batch, shares, jnp.arange(replicas)), weight
+        return run(own, carried, batch, shares, jnp.arange(replicas))
+
+    def _on_devices(self, replica: Callable[..., Any], dense: Params, carried: Params, batch: Any, shares: Any) -> Any:
+        """Run each replica on its device, in a manual region over all."""
+        mesh = Mesh(self.grid.mesh.devices.reshape(-1), (REPLICAS,), axis_types=(AxisType.Auto,))
+
+        def run(dense: Params, carried: Params, batch: Any, shares: Any) -> Any:
+            rows = jax.tree.map(lambda leaf: leaf if is_replicated(leaf) else leaf[:, 0], batch, is_leaf=is_replicated)
+            own = {name: value.astype(jnp.float32) for name, value in dense.items()}
+            results = replica(own, carried, rows, shares[:, 0], lax.axis_index(REPLICAS))
+            return jax.tree.map(lambda value: value[None], results)
+
+        split = P(None, REPLICAS)
+        of_batch = jax.tree.map(lambda leaf: P() if is_replicated(leaf) else split, batch, is_leaf=is_replicated)
+        in_specs = (P(), P(), of_batch, split)
+        region = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=P(REPLICAS), check_vma=False)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return region(dense, carried, batch, shares)
 
     def _as_one(self, leaf: Any) -> Any:
         """Return rows of all replicas, [microbatches, data, rows, ...], as [microbatches, rows, ...]."""
@@ -226,6 +253,7 @@ class LossProgram(OnMesh):
 
         backward = jax.value_and_grad(part, has_aux=True)
 
+        @jax.jit  # traced once
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
             total, sums, state = carry
             number, share, rows = microbatch
@@ -238,14 +266,14 @@ class LossProgram(OnMesh):
             aux = averaged(share, result.aux)
             return (total + result.loss, sums, {**state, **result.carried}), aux
 
-        microbatches, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), carried
-        if shares.shape[0] > 1:  # a loop carries parameters that calls write, too; all parts read those of the step
-            first = jax.tree.map(lambda value: value[0], microbatches)
-            written = jax.eval_shape(part, params, carried, *first)[1].carried
-            state = carried | {name: params[name] for name in written if name in params}
         shapes = {} if formed is None else self.state_shapes
         sums = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in shapes.items()}
-        (total, sums, state), aux = _each(add, (jnp.zeros(()), sums, state), microbatches)
+        microbatches, total, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), jnp.zeros(()), carried
+        if shares.shape[0] > 1:  # a loop carries parameters that calls write, too; all parts read those of the step
+            first = jax.tree.map(lambda value: value[0], microbatches)
+            written = jax.eval_shape(add, (total, sums, state), first)[0][-1]
+            state = carried | {name: params[name] for name in written if name in params}
+        (total, sums, state), aux = _each(add, (total, sums, state), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
         return total, sums, aux, {name: state[name] for name in sorted(changed)}
 
@@ -258,7 +286,7 @@ class LossProgram(OnMesh):
         return {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
 
     def _laid(self, name: str, value: jax.Array) -> jax.Array:
-        return self._constrained(value, self.parts.specs[name])
+        return value if self._manual else self._constrained(value, self.parts.specs[name])
 
     def _constrained(self, value: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(self.grid.mesh, spec))

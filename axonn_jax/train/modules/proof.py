@@ -97,7 +97,7 @@ class Proof:
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._mesh = program.grid.mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._half, self._couples = False, False
+        self._half, self._couples, self._share = False, False, 1.0
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
@@ -170,7 +170,7 @@ class Proof:
             with without_mesh():
                 return self._alone(params, carried, batch)
         batch, at_once = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
-        self._read(jax.make_jaxpr(self._run_alone)(*_POINTS[""], params, carried, values_of(batch)).jaxpr, batch)
+        self._read(jax.make_jaxpr(self._run_alone)(params, carried, values_of(batch)).jaxpr, batch)
         run = self._run("whole", at_once, params, carried, batch)
         try:
             run(0.0)
@@ -180,27 +180,35 @@ class Proof:
 
     def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
-        given = jax.device_put((params, carried, values_of(batch)), self._mesh.local_devices[0])
-        if (form := str(jax.tree.map(jnp.shape, given[-1]))) not in self._compiled:
-            traced = jax.jit(self._run_alone).trace(*_POINTS[""], *given)
+        device = self._mesh.local_devices[0]
+        layouts = {name: NamedSharding(self._mesh, spec) for name, spec in self._program.parts.specs.items()}
+        batch = self._batches.first(batch, self._share)
+        rest = jax.device_put((carried, values_of(batch)), device)
+        if (form := str(jax.tree.map(jnp.shape, rest))) not in self._compiled:
+            traced = jax.jit(self._run_alone).trace(jax.device_put(params, device), *rest)
             self._read(traced.jaxpr.jaxpr, batch)
-            compiled = traced.lower().compile()
+            self._compiled[form] = compiled = traced.lower().compile()
             room = compiled.memory_analysis()
-            fewer = self._batches.first(batch, _ROOM / max(1, room.temp_size_in_bytes)) if room else batch
-            if self._batches.rows(fewer) < self._batches.rows(batch):
-                return self._alone(params, carried, fewer)
-            self._compiled[form] = compiled
-        return partial(_at_points, self._compiled[form], given), batch
+            if room is not None and room.temp_size_in_bytes > _ROOM and self._share == 1.0:
+                self._share = _ROOM / room.temp_size_in_bytes
+                return self._alone(params, carried, batch)
 
-    def _run_alone(self, relative: Any, absolute: Any, params: Params, carried: Params, rows: Any) -> Any:
+        def run(params: Params) -> Any:
+            with without_mesh():
+                results, grads = self._compiled[form](jax.device_put(params, device), *rest)
+            return results, jax.device_put(grads, layouts)
+
+        return partial(_at_points, run, params), batch
+
+    def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
         key = jax.random.fold_in(constant_key(), 0)  # as of the one part
 
         def part(params: Params) -> Any:
             result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
             return result.loss, (averaged(1.0, result.aux), result.carried)
 
-        (loss, (aux, changed)), grads = jax.value_and_grad(part, has_aux=True)(moved(params, relative, absolute))
-        return loss, aux, changed, sketches(grads)
+        (loss, (aux, changed)), grads = jax.value_and_grad(part, has_aux=True)(params)
+        return (loss, aux, changed), grads
 
     def _read(self, jaxpr: Any, batch: Any) -> None:
         """Learn from a traced loss, whose last inputs are a batch, what one batch may not show."""
@@ -216,15 +224,15 @@ class Proof:
     def _run(self, way: Way, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Run:
         program = replace(self._program, way=way)
 
-        def run(relative: Any, absolute: Any, params: Params, carried: Params, batch: Any) -> Any:
-            own: Weights = {**moved(params, relative, absolute)}
-            result = program.forward(own, carried, batch, constant_key(), training=True)
-            return result.loss, result.aux, result.carried, sketches(result.grads)
+        def run(params: Weights, carried: Params, batch: Any) -> Any:
+            result = program.forward(params, carried, batch, constant_key(), training=True)
+            return (result.loss, result.aux, result.carried), result.grads
 
         form = (way, batches.microbatches)
         if form not in self._compiled:
-            self._compiled[form] = jax.jit(run, out_shardings=NamedSharding(self._mesh, P()))
-        return partial(_at_points, self._compiled[form], (params, carried, batches.shard(batch)))
+            self._compiled[form] = jax.jit(run, out_shardings=(NamedSharding(self._mesh, P()), None))
+        rest = (carried, batches.shard(batch))
+        return partial(_at_points, lambda params: self._compiled[form](params, *rest), params)
 
 
 _RUNS: dict[Way, str] = {
@@ -252,11 +260,12 @@ def _dense(weight: Any) -> jax.Array:
     return weight.shard()  # type: ignore[no-any-return]
 
 
-def _at_points(run: Callable[..., Any], given: Any, noise: float) -> Results:
+def _at_points(run: Callable[[Params], Any], params: Params, noise: float) -> Results:
     """Return the results with the weights, and with weights moved, on the host."""
     named: dict[Name, Any] = {}
     for weights, (relative, absolute) in _POINTS.items():
-        loss, *trees = run(relative + noise, absolute, *given)
+        (loss, *trees), grads = run(moved(params, relative + noise, absolute))
+        trees.append(sketches(grads))
         named[Name(weights, _KINDS[0])] = loss
         for kind, tree in zip(_KINDS[1:], trees, strict=True):
             for path, value in tree_leaves_with_path(tree):
