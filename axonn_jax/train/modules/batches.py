@@ -6,12 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
+from axonn_jax.backend.traits import convolves_slowly_in_loops
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.tensor.parallelize.convolution import convolves
 from axonn_jax.tensor.params import copied
 from axonn_jax.tensor.specs import Replicated, is_replicated
 from axonn_jax.train.modules.apart import ROW_AXES
@@ -174,3 +177,32 @@ def _array(path: Any, value: Any, *, rows: bool = True) -> Any:
             if not bounds.min <= extreme <= bounds.max:
                 raise UserError(f"batch{keystr(path)}", extreme, f"numbers that {dtype} holds")
     return array.astype(dtype, copy=False)
+
+
+def rows_of(batch: Any) -> list[jax.Array]:
+    """The arrays of a batch that have rows, in order."""
+    return [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf)]
+
+
+def with_rows(batch: Any, rows: list[jax.Array]) -> Any:
+    """The batch as its loss takes it, with other arrays in place of those that have rows."""
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_replicated)
+    given = iter(rows)
+    return jax.tree.unflatten(structure, [leaf.value if is_replicated(leaf) else next(given) for leaf in leaves])
+
+
+def each_microbatch(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Any) -> tuple[Any, Any]:
+    """Return `lax.scan`'s results, without a loop for one microbatch, and where convolutions would be slow in it."""
+    count = len(jax.tree.leaves(microbatches)[0])
+
+    def part(at: int) -> Any:
+        return jax.tree.map(lambda value: value[at], microbatches)
+
+    slow = convolves_slowly_in_loops(jax.default_backend())
+    if count > 1 and not (slow and convolves(jax.make_jaxpr(add)(carry, part(0)).jaxpr)):
+        return lax.scan(add, carry, microbatches)
+    results = []
+    for at in range(count):
+        carry, result = add(carry, part(at))
+        results.append(result)
+    return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)

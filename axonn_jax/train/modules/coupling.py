@@ -7,7 +7,8 @@ from axonn_jax.tensor.parallelize.convolution import bodies
 
 
 def couples_rows(jaxpr: Any, of_rows: Sequence[bool]) -> bool:
-    """True if a loss divides by one number that it computes from rows, chooses by one, or spreads one over an array.
+    """True if a loss divides by one number that it computes from rows, chooses or repeats by one, or spreads one over
+    an array.
 
     Such are the sum of a mask, and the mean that advantages are measured from.
 
@@ -29,15 +30,31 @@ def _follow(jaxpr: Any, of_rows: Sequence[bool]) -> tuple[bool, list[bool]]:
         numbers = [var.aval.shape == () and of_rows for var, of_rows in zip(eqn.invars, arrive, strict=True)]
         coupled |= kind in _BY and numbers[_BY[kind]]
         coupled |= any(numbers) and not list(bodies(eqn)) and any(var.aval.size > 1 for var in eqn.outvars)
+        if kind == "while" and any(arrive):
+            couples, leave = _loop(eqn.params, arrive)
+            coupled |= couples
+            known.update(zip(eqn.outvars, leave, strict=True))
+            continue
         for body in bodies(eqn) if any(arrive) else ():
             width = len(body.invars)  # a branch has no place for its index
             inner = arrive[len(arrive) - width :] if width <= len(arrive) else [True] * width
             couples, out = _follow(body, inner)
             coupled |= couples
-            if width == len(arrive) and len(out) == len(leave) and kind not in ("scan", "while"):
+            if width == len(arrive) and len(out) == len(leave) and kind != "scan":
                 leave = out
         known.update(zip(eqn.outvars, leave, strict=True))
     return coupled, [depends(var) for var in jaxpr.outvars]
+
+
+def _loop(params: Any, arrive: list[bool]) -> tuple[bool, list[bool]]:
+    """Return whether rows decide how often a loop runs, or meet in it, and of each output if it depends on rows."""
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = arrive[second:]
+    while True:
+        couples, out = _follow(params["body_jaxpr"].jaxpr, arrive[first:second] + carry)
+        if carry == (carry := [a or b for a, b in zip(carry, out, strict=True)]):
+            break
+    return couples or _follow(params["cond_jaxpr"].jaxpr, arrive[:first] + carry)[1][0], carry
 
 
 _BY = {"div": 1, "cond": 0, "select_n": 0}

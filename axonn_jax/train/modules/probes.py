@@ -1,17 +1,101 @@
-"""What makes two computations of a loss comparable: random numbers alike, weights moved, gradients in a few numbers."""
+"""Results of two computations of one loss, compared: random numbers alike, weights moved, gradients by few sums."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from axonn_jax.tensor.params import Params
 
+_ROUNDING, _FLOOR = 2e-5, 1e-7
+"""Difference that is rounding of float32, over the larger of two results; and of a number near 0."""
+SINGLE, HALF = 2.0**-23, 2.0**-8
+"""Rounding of a weight, by the precision that a model computes in."""
+_NOISE = 8
+"""Difference that is rounding, over what results differ by when each weight is moved by its rounding."""
+_POINTS = {"": (0.0, 0.0), "with other weights ": (0.05, 0.02)}
+"""Noise of the weights, of their root mean square and absolute, with which results are compared."""
 _SUMS = 8
 """Sums that stand for a parameter's gradient."""
+
+
+class Name(NamedTuple):
+    """Name of a result."""
+
+    weights: str
+    """One of `_POINTS`."""
+    kind: str
+    """One of `_KINDS`."""
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.weights}{self.kind}{self.path}"
+
+
+_KINDS = ("the loss", "aux ", "state ", "the gradient of ")
+"""Kinds of results, in the order in which their differences are told."""
+
+Results = dict[Name, np.ndarray]
+Run = Callable[[float], Results]
+"""Results of a loss with noise of the weights, of their root mean square."""
+
+
+class Difference(NamedTuple):
+    """Result that is not that of all rows at once."""
+
+    name: Name
+    got: np.ndarray
+    want: np.ndarray
+
+    def __str__(self) -> str:
+        if self.got.ndim == self.want.ndim == 0:
+            return f"{self.name} is {float(self.got):.7g}, of all rows at once {float(self.want):.7g}"
+        relative = _off(self.got, self.want) / max(_largest(self.got), _largest(self.want))
+        return f"{self.name} is {relative:.1e} off that of all rows at once"
+
+
+def at_points(run: Callable[[Params], Any], params: Params, noise: float) -> Results:
+    """Return the results with the weights, and with weights moved, on the host."""
+    named: dict[Name, Any] = {}
+    for weights, (relative, absolute) in _POINTS.items():
+        (loss, *trees), grads = run(moved(params, relative + noise, absolute))
+        trees.append(sketches(grads))
+        named[Name(weights, _KINDS[0])] = loss
+        for kind, tree in zip(_KINDS[1:], trees, strict=True):
+            for path, value in tree_leaves_with_path(tree):
+                named[Name(weights, kind, keystr(path, simple=True, separator="."))] = value
+    return {name: np.asarray(value) for name, value in named.items()}
+
+
+def apart(got: Results, want: Results, noisy: Results | None = None) -> list[Difference]:
+    """Return the results that differ by more than rounding, or than `_NOISE` times what `noisy` ones differ by.
+
+    Results of replicas, [data, ...], are each compared.
+    """
+    differences = []
+    for name in got.keys() & want.keys():
+        exact = want[name].dtype.kind not in "fcV"
+        rounding = max(_ROUNDING * _largest(want[name]), _FLOOR if name.kind in _KINDS[:2] else 0.0)
+        noise = _NOISE * _off(noisy[name], want[name]) if noisy else 0.0
+        if not _off(got[name], want[name]) <= (0.0 if exact else max(rounding, noise)):
+            differences.append(Difference(name, got[name], want[name]))
+    return sorted(differences, key=lambda each: (_KINDS.index(each.name.kind), each.name))
+
+
+def _off(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest difference of entries; equal infinities and two NaN are no difference."""
+    a, b = a.astype(np.complex128), b.astype(np.complex128)
+    with np.errstate(all="ignore"):
+        return float(np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b)).max(initial=0))
+
+
+def _largest(a: np.ndarray) -> float:
+    return float(np.abs(a.astype(np.complex128)).max(initial=0, where=np.isfinite(a.astype(np.complex128))))
 
 
 def _next(key: jax.Array) -> jax.Array:

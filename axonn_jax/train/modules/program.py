@@ -11,16 +11,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.traits import convolves_slowly_in_loops
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce
-from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
+from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import is_replicated, shard_mapped, size_over
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way, one_device_each
+from axonn_jax.train.modules.batches import each_microbatch, rows_of, with_rows
 from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_weights, share_of
 
 
@@ -143,8 +143,8 @@ class LossProgram(OnMesh):
 
         Parts are in the first `parts` dims: [microbatches, data], or [microbatches].
         """
-        rows = _rows_of(batch)
-        weights = part_weights(self.weight, lambda rows: _with(batch, rows), rows, parts)
+        rows = rows_of(batch)
+        weights = part_weights(self.weight, lambda rows: with_rows(batch, rows), rows, parts)
         total = jnp.sum(weights)
         return weights / total, total
 
@@ -246,7 +246,7 @@ class LossProgram(OnMesh):
 
         def part(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, LossResult]:
             own = self._part_key(key, number, replica)
-            result = self.model.run(params, carried, own, _with(batch, rows), training=training, way=self.way)
+            result = self.model.run(params, carried, own, with_rows(batch, rows), training=training, way=self.way)
             changed.update(result.carried)
             loss = share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
@@ -268,12 +268,12 @@ class LossProgram(OnMesh):
 
         shapes = {} if formed is None else self.state_shapes
         sums = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in shapes.items()}
-        microbatches, total, state = (jnp.arange(shares.shape[0]), shares, _rows_of(batch)), jnp.zeros(()), carried
+        microbatches, total, state = (jnp.arange(shares.shape[0]), shares, rows_of(batch)), jnp.zeros(()), carried
         if shares.shape[0] > 1:  # a loop carries parameters that calls write, too; all parts read those of the step
             first = jax.tree.map(lambda value: value[0], microbatches)
             written = jax.eval_shape(add, (total, sums, state), first)[0][-1]
             state = carried | {name: params[name] for name in written if name in params}
-        (total, sums, state), aux = _each(add, (total, sums, state), microbatches)
+        (total, sums, state), aux = each_microbatch(add, (total, sums, state), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
         return total, sums, aux, {name: state[name] for name in sorted(changed)}
 
@@ -296,32 +296,3 @@ def _step_results(grads: Params, loss: Any, norm: Any, scale: Any, aux: Any, cha
     norm = norm if scale is None else norm / scale
     aux = jax.tree.map(lambda leaf: leaf.value if is_total(leaf) else leaf, aux, is_leaf=is_total)
     return StepResults(grads, loss, norm, {"aux": aux} if jax.tree.leaves(aux) else {}, changed)
-
-
-def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Any) -> tuple[Any, Any]:
-    """`lax.scan`, without a loop for one microbatch, and where convolutions would be slow in it."""
-    count = len(jax.tree.leaves(microbatches)[0])
-
-    def part(at: int) -> Any:
-        return jax.tree.map(lambda value: value[at], microbatches)
-
-    slow = convolves_slowly_in_loops(jax.default_backend())
-    if count > 1 and not (slow and convolves(jax.make_jaxpr(add)(carry, part(0)).jaxpr)):
-        return lax.scan(add, carry, microbatches)
-    results = []
-    for at in range(count):
-        carry, result = add(carry, part(at))
-        results.append(result)
-    return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)
-
-
-def _rows_of(batch: Any) -> list[jax.Array]:
-    """The arrays of a batch that have rows, in order."""
-    return [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf)]
-
-
-def _with(batch: Any, rows: list[jax.Array]) -> Any:
-    """The batch as its loss takes it, with other arrays in place of those that have rows."""
-    leaves, structure = jax.tree.flatten(batch, is_leaf=is_replicated)
-    given = iter(rows)
-    return jax.tree.unflatten(structure, [leaf.value if is_replicated(leaf) else next(given) for leaf in leaves])

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import without_mesh
@@ -22,63 +20,19 @@ from axonn_jax.train.modules.apart import Way
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.coupling import couples_rows
 from axonn_jax.train.modules.numbers import averaged
-from axonn_jax.train.modules.probes import constant_key, moved, sketches
+from axonn_jax.train.modules.probes import HALF, SINGLE, Results, Run, apart, at_points, constant_key
 from axonn_jax.train.modules.program import LossProgram
 
 Rows = Literal["auto", "parts", "whole"]
 ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
 _WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
 
-_ROUNDING, _FLOOR = 2e-5, 1e-7
-"""Difference that is rounding of float32, over the larger of two results; and of a number near 0."""
-_SINGLE, _HALF = 2.0**-23, 2.0**-8
-"""Rounding of a weight, by the precision that a model computes in."""
-_NOISE = 8
-"""Difference that is rounding, over what results differ by when each weight is moved by its rounding."""
-_POINTS = {"": (0.0, 0.0), "with other weights ": (0.05, 0.02)}
-"""Noise of the weights, of their root mean square and absolute, with which results are compared."""
 _SMALL, _ROOM = 2**30, 2**31
 """Bytes of parameters, and of temporaries, up to which one device computes the loss of all rows."""
 
 
-class Name(NamedTuple):
-    """Name of a result."""
-
-    weights: str
-    """One of `_POINTS`."""
-    kind: str
-    """One of `_KINDS`."""
-    path: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.weights}{self.kind}{self.path}"
-
-
-_KINDS = ("the loss", "aux ", "state ", "the gradient of ")
-"""Kinds of results, in the order in which their differences are told."""
-
-Results = dict[Name, np.ndarray]
-
-Run = Callable[[float], Results]
-"""Results of a loss with noise of the weights, of their root mean square."""
-
-
-class Difference(NamedTuple):
-    """Result that is not that of all rows at once."""
-
-    name: Name
-    got: np.ndarray
-    want: np.ndarray
-
-    def __str__(self) -> str:
-        if self.got.ndim == self.want.ndim == 0:
-            return f"{self.name} is {float(self.got):.7g}, of all rows at once {float(self.want):.7g}"
-        relative = _off(self.got, self.want) / max(_largest(self.got), _largest(self.want))
-        return f"{self.name} is {relative:.1e} off that of all rows at once"
-
-
 class Proof:
-    """Choice of the way in which a loss runs, by its results in a forward pass of training.
+    """Choice of the way in which a loss runs, by its results and gradients.
 
     Every random number is a constant there, as rows in parts draw others. Results are compared with the weights and
     with weights moved at random, since gates may be zero and two policies the same at first; and again before steps 1,
@@ -141,10 +95,10 @@ class Proof:
             except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
                 lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
                 continue
-            differences = _apart(by_way[way], want)
+            differences = apart(by_way[way], want)
             if differences:
-                noisy = noisy or all_rows(_HALF if self._half else _SINGLE)
-                differences = _apart(by_way[way], want, noisy)
+                noisy = noisy or all_rows(HALF if self._half else SINGLE)
+                differences = apart(by_way[way], want, noisy)
             parts = self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
             if not differences and not (self._couples and parts > 1):
                 self.way = way
@@ -157,11 +111,14 @@ class Proof:
                 accepted = f"1 with a loss that runs on all rows of a batch at once alone; {lines[0]}"
                 raise UserError("microbatches", self._batches.microbatches, accepted)
             return [f"rows: {line}" for line in lines]
-        same = {"parts", "whole"} <= set(by_way) and not _apart(by_way["parts"], by_way["whole"])
+        same = {"parts", "whole"} <= set(by_way) and not apart(by_way["parts"], by_way["whole"])
         best: tuple[Way, ...] = ("parts",) if same and not self._couples else ("whole", "xla", "parts")
         self.way = next(way for way in best if way in by_way)
         count = self._batches.microbatches
-        advice = f"microbatches = {count} change what is learned unless weight= is what a part's mean counts: "
+        advice = (
+            f"microbatches = {count} change what is learned (weight= mends the mean of what a mask counts, "
+            "microbatches = 1 all): "
+        )
         return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
 
     def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
@@ -198,7 +155,7 @@ class Proof:
                 results, grads = self._compiled[form](jax.device_put(params, device), *rest)
             return results, jax.device_put(grads, layouts)
 
-        return partial(_at_points, run, params), batch
+        return partial(at_points, run, params), batch
 
     def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
         key = jax.random.fold_in(constant_key(), 0)  # as of the one part
@@ -232,7 +189,7 @@ class Proof:
         if form not in self._compiled:
             self._compiled[form] = jax.jit(run, out_shardings=(NamedSharding(self._mesh, P()), None))
         rest = (carried, batches.shard(batch))
-        return partial(_at_points, lambda params: self._compiled[form](params, *rest), params)
+        return partial(at_points, lambda params: self._compiled[form](params, *rest), params)
 
 
 _RUNS: dict[Way, str] = {
@@ -258,42 +215,3 @@ def _first_line(error: Exception) -> str:
 
 def _dense(weight: Any) -> jax.Array:
     return weight.shard()  # type: ignore[no-any-return]
-
-
-def _at_points(run: Callable[[Params], Any], params: Params, noise: float) -> Results:
-    """Return the results with the weights, and with weights moved, on the host."""
-    named: dict[Name, Any] = {}
-    for weights, (relative, absolute) in _POINTS.items():
-        (loss, *trees), grads = run(moved(params, relative + noise, absolute))
-        trees.append(sketches(grads))
-        named[Name(weights, _KINDS[0])] = loss
-        for kind, tree in zip(_KINDS[1:], trees, strict=True):
-            for path, value in tree_leaves_with_path(tree):
-                named[Name(weights, kind, keystr(path, simple=True, separator="."))] = value
-    return {name: np.asarray(value) for name, value in named.items()}
-
-
-def _apart(got: Results, want: Results, noisy: Results | None = None) -> list[Difference]:
-    """Return the results that differ by more than rounding, or than `_NOISE` times what `noisy` ones differ by.
-
-    Results of replicas, [data, ...], are each compared.
-    """
-    differences = []
-    for name in got.keys() & want.keys():
-        exact = want[name].dtype.kind not in "fcV"
-        rounding = max(_ROUNDING * _largest(want[name]), _FLOOR if name.kind in _KINDS[:2] else 0.0)
-        noise = _NOISE * _off(noisy[name], want[name]) if noisy else 0.0
-        if not _off(got[name], want[name]) <= (0.0 if exact else max(rounding, noise)):
-            differences.append(Difference(name, got[name], want[name]))
-    return sorted(differences, key=lambda each: (_KINDS.index(each.name.kind), each.name))
-
-
-def _off(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference of entries; equal infinities and two NaN are no difference."""
-    a, b = a.astype(np.complex128), b.astype(np.complex128)
-    with np.errstate(all="ignore"):
-        return float(np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b)).max(initial=0))
-
-
-def _largest(a: np.ndarray) -> float:
-    return float(np.abs(a.astype(np.complex128)).max(initial=0, where=np.isfinite(a.astype(np.complex128))))
