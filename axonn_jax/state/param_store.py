@@ -19,6 +19,7 @@ from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.report import StateBytes, all_finite, counted, report
 from axonn_jax.models.stacked import Stack
 from axonn_jax.state.frozen import FrozenWeights
+from axonn_jax.state.hyperparams import with_hyperparams
 from axonn_jax.state.scanned import stack_state, unstack_params, unstack_state
 from axonn_jax.tensor.params import Params, Specs
 
@@ -120,6 +121,13 @@ class ParamStore:
         return {**self.model.weights, **self.frozen.arrays}
 
     @property
+    def averaged(self) -> Weights:
+        """The weights that layers read with their averages in place, a copy, of an optimizer made by `averaging`."""
+        averages, like = self.placement.opt_state(self.model).average, dict[str, Any](self.model.weights)
+        laid = {n: jax.device_put(on_device(v).astype(like[n].dtype), like[n].sharding) for n, v in averages.items()}
+        return {**self.weights, **laid}
+
+    @property
     def masters(self) -> Params:
         """The float32 weights that are trained, by the layers' own names."""
         return self._whole(unstack_params(self.stack, self.placement.masters(self.model)))  # type: ignore[no-any-return]
@@ -151,6 +159,10 @@ class ParamStore:
         numbers = (replicated(np.float32(number), NamedSharding(self.mesh, P())) for number in (factor, loss))
         self.model, done = self._apply(self.model, grads, *numbers)
         return done
+
+    def set(self, numbers: Mapping[str, float]) -> None:
+        """Replace numbers of the optimizer, by `with_hyperparams`."""
+        self.model = self.model._replace(optimizer=with_hyperparams(self.model.optimizer, numbers))
 
     def named(self, scale: Any) -> State:
         """Return the state under the names of checkpoints, with that of the loss scale; nothing is copied."""

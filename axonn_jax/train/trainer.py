@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
+from axonn_jax.state.averaged import averaging
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -68,6 +70,7 @@ class Trainer:
         wrt: Filter of the Variables that are trained, of an `nnx.Module` with `loss`.
         microbatches: Parts of a step's batch, processed one after the other.
         clip: Global norm to which gradients are scaled down; 0: no clipping.
+        ema: Decay of a moving average of the weights, as 0.999, that `evaluate` uses; 0: none.
         seed: Seed of dropout.
         memory: Table [memory] of a config file (`axonn-jax train --help`). For a model given as a module,
             `sequence_parallel` is the one it was made with.
@@ -93,6 +96,7 @@ class Trainer:
         wrt: Any = nnx.Param,
         microbatches: int = 1,
         clip: float = 0.0,
+        ema: float = 0.0,
         seed: int = 0,
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
@@ -104,6 +108,9 @@ class Trainer:
         check_settings(grid.shape.pipe, memory, tensor)
         check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
+        _check_ema(ema, grid, prune)
+        if ema:
+            optimizer = averaging(optimizer, ema)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         self._numbers: Callable[[Any, Any], Any] | None = None
         with grid.entered():
@@ -118,6 +125,7 @@ class Trainer:
             else:
                 job = model_job(model, optimizer, grid, tensor=tensor, **given)
                 self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
+        self._averaged = self.engine.averaged if ema and isinstance(self.engine, SpmdEngine) else nullcontext
         self._pruning = Pruning(prune, self.engine)
 
     @property
@@ -127,7 +135,19 @@ class Trainer:
 
         In a pipeline every layer is on its stage's devices. Raises ``UserError`` if some are in other processes.
         """
-        params, parts = self.engine.params, self.engine.parts
+        return self._merged(self.engine.params)
+
+    @property
+    @_on_own_mesh
+    def averaged(self) -> Any:
+        """Return the module as `model` does, with the moving average of the weights; raises ``UserError`` without
+        `ema`."""
+        if self._averaged is nullcontext:
+            raise UserError("ema", 0, "a decay, as 0.999, for a trainer whose average is asked for")
+        return self._merged({**self.engine.params, **self.engine.opt_state.average})
+
+    def _merged(self, params: Any) -> Any:
+        parts = self.engine.parts
         if len(params) < len(parts.params):
             here = f"{len(params)} of {len(parts.params)} parameters here"
             accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
@@ -168,7 +188,7 @@ class Trainer:
 
     @_on_own_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
-        """Return the mean loss over the targets of batches, without dropout, after waiting.
+        """Return the mean loss over the targets of batches, without dropout, of the average of the weights with `ema`.
 
         Args:
             batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where
@@ -184,11 +204,12 @@ class Trainer:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
         self._pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
-        for batch in map(shaped.read, batches):
-            rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # a smaller one in the same program
-            filled = shaped.filled(batch, rows)
-            given = (*self.engine.mean_loss(filled), {}) if self._numbers is None else self._numbers(filled, loss)
-            results.append(bounded(given))
+        with self._averaged():
+            for batch in map(shaped.read, batches):
+                rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
+                filled = shaped.filled(batch, rows)
+                given = (*self.engine.mean_loss(filled), {}) if self._numbers is None else self._numbers(filled, loss)
+                results.append(bounded(given))
         counts = [float(count) for _, count, _ in results]
         if not any(counts):
             raise UserError("evaluate", "no targets", "at least one target that counts")
@@ -201,6 +222,19 @@ class Trainer:
         total = mean(*(value for value, _, _ in results))
         numbers = [each for _, _, each in results]
         return (total, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else total
+
+    @_on_own_mesh
+    def set(self, /, **numbers: float) -> None:
+        """Replace numbers of the optimizer from the next step on, as `set(learning_rate=1e-4)`.
+
+        Args:
+            numbers: Values by name, of an optimizer made by `optax.inject_hyperparams`.
+
+        Raises:
+            UserError: The optimizer keeps no number of that name.
+        """
+        for store in self.engine.stores.values():
+            store.set(numbers)
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
@@ -240,6 +274,13 @@ class Trainer:
     def close(self) -> None:
         """End threads and channels of a pipeline, before the process ends."""
         self.engine.close()
+
+
+def _check_ema(ema: float, grid: Grid, prune: PruneConfig) -> None:
+    if not 0 <= ema < 1:
+        raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
+    if ema and (grid.shape.pipe > 1 or prune.prunes):
+        raise UserError("ema", ema, "0 with grid.pipe above 1 or with prune")
 
 
 def pruning_of(trainer: Trainer) -> Pruning:

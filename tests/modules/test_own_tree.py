@@ -116,3 +116,64 @@ def test_what_is_not_trained_has_no_gradient_no_state_and_no_share_in_the_norm(a
     other = ax.Trainer(Net(), optax.sgd(0.1, 0.9), grids.lay(GridShape(z=2)), loss=loss, wrt=wrt, clip=0.1)
     other.load(tmp_path)
     assert float(other.step(X)["loss"]) == pytest.approx(float(trainer.step(X)["loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("memory", [{}, {"zero": 1, "offload": "optimizer"}], ids=["plain", "zero, offload"])
+def test_a_learning_rate_that_is_set_counts_from_the_next_step_on(memory):
+    def run(step, change):
+        for number in range(4):
+            if number == 2:
+                change()
+            yield float(step())
+
+    def plain_step():
+        value, grads = nnx.value_and_grad(loss)(model, X)
+        state.update(model, grads)
+        return value
+
+    def tx():
+        return optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+
+    model = Net()
+    state = nnx.Optimizer(model, tx(), wrt=nnx.Param)
+    rate = state.opt_state.hyperparams["learning_rate"]
+    want = list(run(plain_step, lambda: rate.set_value(jnp.float32(0.1))))
+    trainer = ax.Trainer(Net(), tx(), grids.lay(GridShape(data=2, z=2)), loss=loss, memory=ax.MemoryConfig(**memory))
+    got = list(run(lambda: trainer.step(X)["loss"], lambda: trainer.set(learning_rate=0.1)))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    with pytest.raises(ax.UserError, match="set = 'rate': b1, b2, eps, eps_root, learning_rate"):
+        trainer.set(rate=1.0)
+    with pytest.raises(ax.UserError, match="inject_hyperparams"):
+        ax.Trainer(Net(), optax.sgd(0.1), grids.lay(GridShape()), loss=loss).set(learning_rate=0.1)
+
+
+@pytest.mark.parametrize("memory", [{}, {"zero": 1, "offload": "optimizer"}], ids=["plain", "zero, offload"])
+def test_an_average_of_the_weights_is_evaluated_saved_and_loaded(memory, tmp_path):
+    def trainer(axes, **options):
+        return ax.Trainer(Net(), optax.adam(1e-2), grids.lay(axes), loss=loss, ema=0.9, **options)
+
+    model = Net()
+    state = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    average = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    for _ in range(4):
+        state.update(model, nnx.grad(loss)(model, X))
+        average = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, nnx.state(model, nnx.Param))
+    trained = float(loss(model, X))
+    nnx.update(model, average)
+    first, other = trainer(GridShape(data=2, z=2), memory=ax.MemoryConfig(**memory)), trainer(GridShape(x=2))
+    for each in (first, other):
+        each.step(X)
+        each.step(X)
+        if each is first:
+            each.save(tmp_path, 2)
+            other.load(tmp_path)
+    assert first.evaluate([X]) != pytest.approx(trained, rel=1e-2)
+    assert other.engine.steps_done == 4
+    assert other.evaluate([X]) == pytest.approx(float(loss(model, X)), rel=1e-5)
+    assert float(loss(other.averaged, X)) == pytest.approx(float(loss(model, X)), rel=1e-5)
+    assert float(loss(other.model, X)) == pytest.approx(trained, rel=1e-5)
+    for options in ({"ema": 1.0}, {"ema": 0.9, "prune": ax.PruneConfig(density=0.5)}):
+        with pytest.raises(ax.UserError, match="ema = "):
+            ax.Trainer(Net(), optax.adam(1e-2), grids.lay(GridShape()), loss=loss, **options)
+    with pytest.raises(ax.UserError, match="ema = 0: a decay"):
+        _ = ax.Trainer(Net(), optax.adam(1e-2), grids.lay(GridShape()), loss=loss).averaged

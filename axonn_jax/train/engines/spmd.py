@@ -1,7 +1,7 @@
 """SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,7 @@ class SpmdEngine:
         self._scale = self._step.first_scale()
         self.steps_done = 0
         self._in_step = False
+        self._evaluated: Weights | None = None
 
     def _begin(self, forms: Forms | None) -> tuple[Stack, Placement]:
         """Make the programs of a step on parameters in these forms; nothing is compiled."""
@@ -219,9 +220,18 @@ class SpmdEngine:
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return {0: self.store.memory(next(iter(self._compiled.values()), None))}
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Evaluate with the average of the weights, inside the context."""
+        self._evaluated = self.store.averaged
+        try:
+            yield
+        finally:
+            self._evaluated = None
+
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
         self._settle(batch)
-        return self._loss(self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
+        return self._loss(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def numbers(self, batch: Any, loss: Any = None) -> Any:
         """Return the mean loss of a batch, its weight and the numbers beside it, by the job's loss or another.
@@ -235,7 +245,7 @@ class SpmdEngine:
         if (form := (loss, ragged)) not in self._forward:
             self._forward[form] = jax.jit(self.program.of(loss, at_once=ragged).forward)
         given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
-        result = self._forward[form](self.store.weights, self._carried, given)
+        result = self._forward[form](self._evaluated or self.store.weights, self._carried, given)
         return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102
