@@ -43,6 +43,8 @@ class Apart(Protocol):
     params: Params
     """Float32 parameters that are trained, by path."""
     specs: Specs
+    dtypes: dict[str, Any]
+    """Dtype of each parameter and of other state, as the model had it."""
     carried: Params
     """State that is not trained and that calls may change, by path."""
     kernels: tuple[str, ...]

@@ -22,6 +22,7 @@ from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
+from axonn_jax.terminal import say
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
@@ -75,6 +76,7 @@ def loss_job(
         apart = TreeApart(model, loss, compute, grid.mesh)
     if not apart.params:
         raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")
+    _say_half(sorted({str(apart.dtypes[name]) for name in apart.params} - {"float32"}))
     check_optimizer_type(optimizer)
     optimizer = in_own_tree(optimizer, apart.tree)
     check_update(optimizer, apart.params)
@@ -121,6 +123,11 @@ def loss_job(
 
 _HONOURED = {"precision", "accumulate", "offload", "zero", "bucket"}
 """Settings that count for any model; the others of their tables are of the package's own layers."""
+
+
+def _say_half(dtypes: list[str]) -> None:
+    if dtypes and jax.process_index() == 0:
+        say(f"model: parameters of {', '.join(dtypes)} are updated in float32, and rounded where the loss reads them")
 
 
 def _check_mesh(model: nnx.Module, grid: Grid) -> None:

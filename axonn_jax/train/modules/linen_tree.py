@@ -61,7 +61,7 @@ class TreeApart:
                 check_real(name, value)
         state = {n for n, v in arrays.items() if n.split(".")[0] in self._collections or not is_float(v)}
         self.params = {name: value.astype(jnp.float32) for name, value in arrays.items() if name not in state}
-        self._dtypes = {name: value.dtype for name, value in arrays.items()}
+        self.dtypes = {name: value.dtype for name, value in arrays.items()}
         self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
         self.split = isinstance(loss, LinenLoss)
         if not self.split:
@@ -121,7 +121,7 @@ class TreeApart:
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:  # noqa: D102
         values = {**carried, **params}
-        return jax.tree.unflatten(self._tree, [in_dtype(values[name], self._dtypes[name]) for name in self._names])
+        return jax.tree.unflatten(self._tree, [in_dtype(values[name], self.dtypes[name]) for name in self._names])
 
 
 _LINEN_KERNELS = {

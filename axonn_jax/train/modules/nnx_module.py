@@ -80,7 +80,7 @@ class ModuleApart:
                     trained |= {name: (held.path, held.empty)} if is_float(value) else {}
             if isinstance(held.empty, nnx.Param):
                 frozen |= {name for name in values if is_float(arrays[name]) and name not in trained}
-        self._dtypes = {name: value.dtype for name, value in arrays.items()}
+        self.dtypes = {name: value.dtype for name, value in arrays.items()}
         self._frozen = frozen
         """Parameters that are not trained."""
         self.params = {name: arrays[name].astype(jnp.float32) for name in trained}
@@ -145,11 +145,11 @@ class ModuleApart:
         return LossResult(loss, aux, {name: _as_before(name, after[name], given[name]) for name in sorted(after)})
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> nnx.Module:  # noqa: D102
-        own = {name: in_dtype(value, self._dtypes[name]) for name, value in params.items()}
+        own = {name: in_dtype(value, self.dtypes[name]) for name, value in params.items()}
         return self._merged({**carried, **own}, self._streams)
 
     def _dtype(self, name: str) -> Any:
-        return self._dtypes[name] if self._compute is None or name in self._in_layers else self._compute
+        return self.dtypes[name] if self._compute is None or name in self._in_layers else self._compute
 
     def _merged(self, values: Params, streams: Any) -> nnx.Module:
         keys = {name: jax.random.wrap_key_data(values[name], impl=impl) for name, impl in self._impls.items()}
