@@ -1,13 +1,16 @@
 """Results of two computations of one loss, compared: random numbers alike, weights moved, gradients by few sums."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.random import define_prng_impl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from axonn_jax.tensor.params import Params
@@ -59,12 +62,12 @@ class Difference(NamedTuple):
         return f"{self.name} is {relative:.1e} off that of all rows at once"
 
 
-def at_points(run: Callable[[Params], Any], params: Params, noise: float) -> Results:
+def at_points(run: Callable[[Params], Any], params: Params, mesh: Mesh, noise: float) -> Results:
     """Return the results with the weights, and with weights moved, on the host."""
     named: dict[Name, Any] = {}
     for weights, (relative, absolute) in _POINTS.items():
         (loss, *trees), grads = run(moved(params, relative + noise, absolute))
-        trees.append(sketches(grads))
+        trees.append(sketches(grads, mesh))
         named[Name(weights, _KINDS[0])] = loss
         for kind, tree in zip(_KINDS[1:], trees, strict=True):
             for path, value in tree_leaves_with_path(tree):
@@ -136,9 +139,9 @@ def moved(params: Params, relative: float, absolute: float) -> Params:
     return {name: _moved(value, _signs(value.shape), relative, absolute) for name, value in params.items()}
 
 
-def sketches(grads: Mapping[str, jax.Array]) -> Params:
-    """Return sums of each gradient's entries, each with a sign, [8]: equal gradients have equal sums."""
-    return {name: _sketch(value, _signs(value.shape)) for name, value in grads.items()}
+def sketches(grads: Mapping[str, jax.Array], mesh: Mesh) -> Params:
+    """Return sums of each gradient's entries on a mesh, each with a sign, [8]: equal gradients have equal sums."""
+    return {name: _sketch(value, _signs(value.shape), NamedSharding(mesh, P())) for name, value in grads.items()}
 
 
 @jax.jit
@@ -150,12 +153,12 @@ def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: 
     return value + size * jnp.mean(noise, -1) * _SUMS**0.5
 
 
-@jax.jit
-def _sketch(value: jax.Array, signs: list[jax.Array]) -> jax.Array:
+@partial(jax.jit, static_argnums=2)
+def _sketch(value: jax.Array, signs: list[jax.Array], layout: NamedSharding) -> jax.Array:
     value = value[..., None]
     for each in reversed(signs):
         value = jnp.sum(value * each, -2)
-    return value
+    return lax.with_sharding_constraint(value, layout)
 
 
 def _signs(shape: tuple[int, ...]) -> list[np.ndarray]:

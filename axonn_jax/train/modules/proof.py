@@ -155,7 +155,7 @@ class Proof:
                 results, grads = self._compiled[form](jax.device_put(params, device), *rest)
             return results, jax.device_put(grads, layouts)
 
-        return partial(at_points, run, params), batch
+        return partial(at_points, run, params, self._mesh), batch
 
     def _run_alone(self, params: Params, carried: Params, rows: Any) -> Any:
         key = jax.random.fold_in(constant_key(), 0)  # as of the one part
@@ -187,9 +187,10 @@ class Proof:
 
         form = (way, batches.microbatches)
         if form not in self._compiled:
-            self._compiled[form] = jax.jit(run, out_shardings=(NamedSharding(self._mesh, P()), None))
+            layouts = {name: NamedSharding(self._mesh, spec) for name, spec in program.parts.specs.items()}
+            self._compiled[form] = jax.jit(run, out_shardings=(NamedSharding(self._mesh, P()), layouts))
         rest = (carried, batches.shard(batch))
-        return partial(at_points, lambda params: self._compiled[form](params, *rest), params)
+        return partial(at_points, lambda params: self._compiled[form](params, *rest), params, self._mesh)
 
 
 _RUNS: dict[Way, str] = {
