@@ -193,6 +193,8 @@ def copied(value: Any, sharding: NamedSharding) -> jax.Array:
         words = copied(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+        if isinstance(value, jax.Array) and sharding.is_fully_replicated:  # else one device's copy may share its memory
+            value = jax.device_put(value, value.sharding, may_alias=False)
         return jax.device_put(value, sharding, may_alias=False)
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -188,7 +188,9 @@ class Trainer:
 
     @_on_own_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
-        """Return the mean loss over the targets of batches, without dropout, of the average of the weights with `ema`.
+        """Return the mean loss over the targets of batches, of the average of the weights with `ema`.
+
+        A module evaluates without dropout; a Linen loss is called as it is, with one key if it takes one.
 
         Args:
             batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where

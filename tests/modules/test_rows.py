@@ -319,3 +319,26 @@ def test_parameters_without_split_layers_are_kept_in_parts(capfd):
     assert weight.sharding.shard_shape(weight.shape) == (16, 64)
     assert "left to XLA" in capfd.readouterr().err
     assert not params["w"].is_deleted()
+
+
+def test_arrays_handed_in_stay_with_the_caller():
+    """Made on one device, they would share memory with its copy of a replicated layout."""
+    params = {"w": jax.device_put(np.ones((6, 6), np.float32), jax.devices()[0])}
+    trainer = ax.Trainer(
+        params, optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=lambda p, b: jnp.mean(jnp.square(b @ p["w"]))
+    )
+    for _ in range(2):
+        trainer.step(np.ones((4, 6), np.float32))
+    assert not params["w"].is_deleted()
+    assert float(params["w"].sum()) == 36
+
+
+def test_a_loss_that_reads_the_data_of_its_key_is_compared(capfd):
+    def loss(model, batch, key):
+        again = jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")
+        return square(model, batch) + 0 * jax.random.uniform(again)
+
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
+    trainer.step(X)
+    assert capfd.readouterr().err == ""
+    assert trainer.engine.program.way == "parts"

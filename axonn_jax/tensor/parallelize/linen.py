@@ -151,6 +151,13 @@ def parallelize_linen(
     """
     batch = values_of(batch)
     _check(loss, params, grid, batch)
+    with grid.entered():
+        return _parallelized(loss, params, grid, batch, overrides or {})
+
+
+def _parallelized(
+    loss: Loss, params: Any, grid: Grid, batch: Any, overrides: Mapping[str, str]
+) -> tuple[LinenLoss, Any]:
     key, axes = (jax.random.key(0),) if takes_key(loss) else (), MappedAxes()
 
     def traced(params: Any, batch: Any) -> Any:
@@ -158,7 +165,7 @@ def parallelize_linen(
 
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides or {}, layers))
+        plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers))
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
@@ -196,5 +203,8 @@ def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
         raise UserError("loss", type(loss).__name__, "a function of (params, batch) that is not parallelized already")
     if not jax.tree.leaves(params) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(params)):
         raise UserError("params", type(params).__name__, "a tree of arrays, as module.init(...) returns it")
+    for leaf in jax.tree.leaves(batch):
+        if not hasattr(leaf, "shape") or leaf.dtype.kind in "OSU":
+            raise UserError("batch", f"{type(leaf).__name__} in it", "numbers in arrays")
     if not any(getattr(leaf, "shape", ())[:1] > (0,) for leaf in jax.tree.leaves(batch)):
         raise UserError("batch", jax.tree.map(jnp.shape, batch), "at least one array, with rows in its first dim")

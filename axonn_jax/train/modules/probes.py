@@ -113,9 +113,9 @@ def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 _CONSTANT = define_prng_impl(
-    key_shape=(1,),
-    seed=lambda seed: jnp.broadcast_to(seed, (1,)).astype(jnp.uint32),
-    split=lambda key, shape: jnp.broadcast_to(_next(key), (*shape, 1)),
+    key_shape=(2,),  # as jax's own, whose data a loss may read
+    seed=lambda seed: jnp.broadcast_to(seed, (2,)).astype(jnp.uint32),
+    split=lambda key, shape: jnp.broadcast_to(_next(key), (*shape, 2)),
     random_bits=_bits,
     fold_in=lambda key, number: _next(key),
     name="axonn_constant",

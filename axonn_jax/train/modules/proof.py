@@ -55,19 +55,22 @@ class Proof:
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
+        self._form = ""
+        """Shapes of the batch that was compared."""
         if rows == "parts" and not alone:
             _say(['rows="parts": the loss of parts of the rows is not compared with that of all rows'])
         if not kept:
-            _say(["rows: layers without ax.parallelize_linen are left to XLA, their parameters kept in parts"])
+            _say(["rows: layers without ax.parallelize_linen are left to XLA, their parameters spread over z, y and x"])
 
     def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
         """Compare results if that is due; True if the loss runs in another way from now on, which a line says.
 
         `batch` has this process's rows, on the host.
         """
-        if self._due is None or step < self._due:
+        form = str(jax.tree.map(jnp.shape, values_of(batch)))
+        if self._due is None or step < self._due or (self._form and form != self._form):
             return False
-        before = self.way
+        before, self._form = self.way, form  # batches of other shapes would take further programs
         self._due = 1 << step.bit_length()
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         with jax.default_matmul_precision("highest"):
@@ -102,7 +105,7 @@ class Proof:
             parts = self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
             if not differences and not (self._couples and parts > 1):
                 self.way = way
-                return [f"rows: {_INSTEAD[way]}; {lines[-1]}"] if lines else []
+                return [self._line(lines[-1])] if lines else []
             more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
             reason = f"{differences[0]}{more}" if differences else "the loss uses a number computed from all rows"
             lines.append(f"{_RUNS[way]} {reason}")
@@ -115,11 +118,12 @@ class Proof:
         best: tuple[Way, ...] = ("parts",) if same and not self._couples else ("whole", "xla", "parts")
         self.way = next(way for way in best if way in by_way)
         count = self._batches.microbatches
-        advice = (
-            f"microbatches = {count} change what is learned (weight= mends the mean of what a mask counts, "
-            "microbatches = 1 all): "
-        )
-        return [f"rows: {_INSTEAD[self.way]}; {advice if count > 1 else ''}{lines[0]}"]
+        changed = f"; microbatches = {count} change what is learned, 1 would not" if count > 1 else ""
+        return [self._line(lines[0] + changed)]
+
+    def _line(self, reason: str) -> str:
+        mends = "" if self._program.weight else " (weight= keeps the mean of what a mask counts in parts)"
+        return f"rows: {_INSTEAD[self.way]}{mends}; {reason}"
 
     def _all_rows(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
         """Return the results of all rows at once, by one device where it has room, and the rows."""
