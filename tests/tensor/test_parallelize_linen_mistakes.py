@@ -32,6 +32,7 @@ def test_mistakes_are_one_line():
         (run(batch=x[:, :2]), "params = 'params': the parameters of every layer that loss applies: For parameter \"k"),
         (run(params={}), "params = 'dict': a tree of arrays"),
         (run(batch={"scale": 1.0}), "batch = {'scale': ()}: at least one array, with rows"),
+        (run(batch={"x": x, "text": ["a"] * 4}), "batch = 'str in it': numbers in arrays"),
         (run(batch=x[:0]), "batch = (0, 4): at least one array, with rows"),
         (run(loss=model), "loss = 'Sequential': a function of (params, batch)"),
         (run(loss=run()()[0]), "loss = 'LinenLoss': a function of (params, batch) that is not parallelized already"),

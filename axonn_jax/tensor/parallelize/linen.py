@@ -204,7 +204,7 @@ def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
     if not jax.tree.leaves(params) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(params)):
         raise UserError("params", type(params).__name__, "a tree of arrays, as module.init(...) returns it")
     for leaf in jax.tree.leaves(batch):
-        if not hasattr(leaf, "shape") or leaf.dtype.kind in "OSU":
+        if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in ("O", "S", "U"):
             raise UserError("batch", f"{type(leaf).__name__} in it", "numbers in arrays")
     if not any(getattr(leaf, "shape", ())[:1] > (0,) for leaf in jax.tree.leaves(batch)):
         raise UserError("batch", jax.tree.map(jnp.shape, batch), "at least one array, with rows in its first dim")
