@@ -342,3 +342,14 @@ def test_a_loss_that_reads_the_data_of_its_key_is_compared(capfd):
     trainer.step(X)
     assert capfd.readouterr().err == ""
     assert trainer.engine.program.way == "parts"
+
+
+def test_an_evaluation_before_the_first_step_does_not_stand_for_it():
+    def loss(model, batch):
+        return square(model, batch) if len(batch) < ROWS // 2 else contrastive(model, batch)
+
+    trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
+    trainer.evaluate([X[:8]])
+    assert trainer.engine.program.way == "parts"
+    trainer.step(X)
+    assert trainer.engine.program.way == "whole"

@@ -30,13 +30,17 @@ _WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
 _SMALL, _ROOM = 2**30, 2**31
 """Bytes of parameters, and of temporaries, up to which one device computes the loss of all rows."""
 
+_FORMS = 2
+"""Shapes of batches that are compared; each takes programs of its own."""
+
 
 class Proof:
     """Choice of the way in which a loss runs, by its results and gradients.
 
     Every random number is a constant there, as rows in parts draw others. Results are compared with the weights and
     with weights moved at random, since gates may be zero and two policies the same at first; and again before steps 1,
-    2, 4, 8 and so on, counted from 0, since masks may be alike in all parts of one batch.
+    2, 4, 8 and so on, counted from 0, since masks may be alike in all parts of one batch. A batch of a second shape,
+    as of an evaluation, is compared when it comes.
 
     Args:
         rows: "auto", or "parts" or "whole" for the way to take.
@@ -55,8 +59,8 @@ class Proof:
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
-        self._form = ""
-        """Shapes of the batch that was compared."""
+        self._forms = set[str]()
+        """Shapes of the batches that were compared."""
         if rows == "parts" and not alone:
             _say(['rows="parts": the loss of parts of the rows is not compared with that of all rows'])
         if not kept:
@@ -68,10 +72,11 @@ class Proof:
         `batch` has this process's rows, on the host.
         """
         form = str(jax.tree.map(jnp.shape, values_of(batch)))
-        if self._due is None or step < self._due or (self._form and form != self._form):
+        known = form in self._forms
+        if self._due is None or (step < self._due if known else len(self._forms) == _FORMS):
             return False
-        before, self._form = self.way, form  # batches of other shapes would take further programs
-        self._due = 1 << step.bit_length()
+        before, self._due = self.way, 1 << step.bit_length()
+        self._forms.add(form)
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         with jax.default_matmul_precision("highest"):
             lines = self._compare(dense, carried, batch)
