@@ -18,6 +18,7 @@ from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.params import Params, copied
+from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
@@ -105,6 +106,8 @@ class TreeApart:
     def _run(
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
     ) -> LossResult:
+        if self._keyed and not training and jax.process_index() == 0:  # once, when traced
+            say("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
         tree, function = self.restored(params, carried), self._losses[way]
         tree = function.gather_spread(tree) if isinstance(function, LinenLoss) else tree
         loss, aux = checked(function(tree, rows, *keys(self._keyed, key)))
