@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, tree_map_with_path
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
 from axonn_jax.errors import UserError
@@ -280,3 +280,19 @@ def _name(optimizer: GradientTransformation) -> str:
     if isinstance(inner, GradientTransformation):
         return _name(inner)
     return str(optimizer.update.__qualname__).split(".")[0]
+
+
+def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
+    """Return an optimizer's state with other numbers of `optax.inject_hyperparams`; raises ``UserError`` for others."""
+    kept = set[str]()
+
+    def replaced(path: Any, leaf: Any) -> Any:
+        if len(path) < 2 or getattr(path[-2], "name", None) != "hyperparams":
+            return leaf
+        kept.add(name := path[-1].key)
+        return jax.device_put(np.asarray(numbers.get(name, leaf), leaf.dtype), leaf.sharding)
+
+    state = tree_map_with_path(replaced, state)
+    for name in numbers.keys() - kept:
+        raise UserError("set", name, ", ".join(sorted(kept)) or "none; optax.inject_hyperparams keeps them")
+    return state

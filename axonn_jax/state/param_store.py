@@ -15,11 +15,10 @@ from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, u
 from axonn_jax.memory.forms import Chosen, FormArray, FormChoice, Forms, Weights
 from axonn_jax.memory.host_arrays import on_device, replicated
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
-from axonn_jax.memory.optimizer_traits import owner
+from axonn_jax.memory.optimizer_traits import owner, with_hyperparams
 from axonn_jax.memory.report import StateBytes, all_finite, counted, report
 from axonn_jax.models.stacked import Stack
 from axonn_jax.state.frozen import FrozenWeights
-from axonn_jax.state.hyperparams import with_hyperparams
 from axonn_jax.state.scanned import stack_state, unstack_params, unstack_state
 from axonn_jax.tensor.params import Params, Specs
 

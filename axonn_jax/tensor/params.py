@@ -187,13 +187,20 @@ def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
     return jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in params})
 
 
+def _shares_shards(value: jax.Array, sharding: NamedSharding) -> bool:
+    """True if `jax.device_put` lets arrays on other devices share a shard, `may_alias=False` or not (jax 0.10.2)."""
+    before = value.sharding
+    same = before.shard_shape(value.shape) == sharding.shard_shape(value.shape)
+    return same and before.device_set != sharding.device_set
+
+
 def copied(value: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array in new memory, laid out on a mesh, which other processes may share; all have the same value."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = copied(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
-        if isinstance(value, jax.Array) and sharding.is_fully_replicated:  # else one device's copy may share its memory
+        if isinstance(value, jax.Array) and _shares_shards(value, sharding):
             value = jax.device_put(value, value.sharding, may_alias=False)
         return jax.device_put(value, sharding, may_alias=False)
     host = np.asarray(value)

@@ -15,7 +15,6 @@ from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
-from axonn_jax.state.averaged import averaging
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -25,6 +24,7 @@ from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.job import loss_job
 from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
+from axonn_jax.train.optimizer import averaging
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
 

@@ -187,3 +187,31 @@ def test_each_device_makes_its_own_part_of_a_model():
     assert program.memory_analysis().temp_size_in_bytes < kernel.size * kernel.dtype.itemsize
     trainer = ax.Trainer(make, optax.sgd(0.1), grid, loss=lambda m, x: jnp.mean(jnp.square(m(x) - 1)))
     assert float(trainer.step(np.ones((8, 256), np.float32))["loss"]) > 0
+
+
+def test_parameters_without_split_layers_are_kept_in_parts(capfd):
+    """Of a plain function of a tree; the arrays handed in stay."""
+    params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)}
+    rows = np.random.default_rng(2).normal(size=(8, 64)).astype(np.float32)
+    loss = lambda params, batch: jnp.mean(jnp.square(batch @ params["w"]))  # noqa: E731
+    found = []
+    for axes in (GridShape(), GridShape(data=2, z=2, y=2)):
+        trainer = ax.Trainer(params, optax.sgd(0.1), grids.lay(axes), loss=loss)
+        found.append([float(trainer.step(rows)["loss"]) for _ in range(3)])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    weight = trainer.engine.params["w"]
+    assert weight.sharding.shard_shape(weight.shape) == (16, 64)
+    assert "left to XLA" in capfd.readouterr().err
+    assert not params["w"].is_deleted()
+
+
+def test_arrays_handed_in_stay_with_the_caller():
+    """Made on one device, they would share memory with its copy of a replicated layout."""
+    params = {"w": jax.device_put(np.ones((6, 6), np.float32), jax.devices()[0])}
+    trainer = ax.Trainer(
+        params, optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=lambda p, b: jnp.mean(jnp.square(b @ p["w"]))
+    )
+    for _ in range(2):
+        trainer.step(np.ones((4, 6), np.float32))
+    assert not params["w"].is_deleted()
+    assert float(params["w"].sum()) == 36

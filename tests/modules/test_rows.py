@@ -305,34 +305,6 @@ def test_an_evaluation_by_another_loss_of_any_number_of_rows():
             assert found["size"] == pytest.approx(float(numbers["size"]), rel=1e-6)
 
 
-def test_parameters_without_split_layers_are_kept_in_parts(capfd):
-    """Of a plain function of a tree; the arrays handed in stay."""
-    params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)}
-    rows = np.random.default_rng(2).normal(size=(8, 64)).astype(np.float32)
-    loss = lambda params, batch: jnp.mean(jnp.square(batch @ params["w"]))  # noqa: E731
-    found = []
-    for axes in (GridShape(), ALL):
-        trainer = ax.Trainer(params, optax.sgd(0.1), grids.lay(axes), loss=loss)
-        found.append([float(trainer.step(rows)["loss"]) for _ in range(3)])
-    np.testing.assert_allclose(*found, rtol=1e-6)
-    weight = trainer.engine.params["w"]
-    assert weight.sharding.shard_shape(weight.shape) == (16, 64)
-    assert "left to XLA" in capfd.readouterr().err
-    assert not params["w"].is_deleted()
-
-
-def test_arrays_handed_in_stay_with_the_caller():
-    """Made on one device, they would share memory with its copy of a replicated layout."""
-    params = {"w": jax.device_put(np.ones((6, 6), np.float32), jax.devices()[0])}
-    trainer = ax.Trainer(
-        params, optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=lambda p, b: jnp.mean(jnp.square(b @ p["w"]))
-    )
-    for _ in range(2):
-        trainer.step(np.ones((4, 6), np.float32))
-    assert not params["w"].is_deleted()
-    assert float(params["w"].sum()) == 36
-
-
 def test_a_loss_that_reads_the_data_of_its_key_is_compared(capfd):
     def loss(model, batch, key):
         again = jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")

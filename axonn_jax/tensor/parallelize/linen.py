@@ -87,7 +87,8 @@ class LinenLoss:
         replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``. Without axes the loss runs as
         Flax wrote it, in a manual region over ``mapped_axis``.
         """
-        plans = {key: replace(plan, row_axes=axes, regathers=False) for key, plan in self.plans.items()}
+        planned = self.plans.items() if axes else ()
+        plans = {key: replace(plan, row_axes=axes, regathers=False) for key, plan in planned}
         return replace(self, plans=plans, row_axes=axes, mapped_axis=mapped_axis)
 
     def with_dtype(self, dtype: Any) -> "LinenLoss":
@@ -109,12 +110,12 @@ class LinenLoss:
         return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
-        plan = self.plans.get(call.layer.key) if call.layer is not None and self.row_axes else None
+        plan = self.plans.get(call.layer.key) if call.layer is not None else None
         if call.layer is not None and plan is not None and plan.sharded:
             return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
         if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
-        return call.by_rows(self.mesh, self.row_axes) if self.row_axes else call.plain()
+        return call.by_rows(self.mesh, self.row_axes)
 
 
 def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:

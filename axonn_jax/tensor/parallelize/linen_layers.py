@@ -196,8 +196,8 @@ class MethodCall:
     """The same call of another module, one of type `base`."""
 
     def by_rows(self, mesh: Mesh, row_axes: tuple[str, ...]) -> Any:
-        """Call the method; a convolution runs rows by rows in a manual region (see `ByRows`)."""
-        if self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _Given):
+        """Call the method; a convolution whose rows axes split runs by rows in a manual region (see `ByRows`)."""
+        if not row_axes or self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _Given):
             return self.plain()
         own = self.module.conv_general_dilated_cls
         convolve = own() if own is not None else self.module.conv_general_dilated or jax.lax.conv_general_dilated

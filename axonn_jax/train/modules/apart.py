@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.terminal import say
 from axonn_jax.train.modules.own_tree import OwnTree
 
 REPLICAS = "axonn_replicas"
@@ -74,6 +75,12 @@ class Apart(Protocol):
 def one_device_each(mesh: Mesh) -> bool:
     """True if a replica has one device, where its layers run as Flax wrote them."""
     return mesh.devices.size == mesh.shape["data"]
+
+
+def say_first(*lines: str) -> None:
+    """Print lines in the run's first process."""
+    if lines and jax.process_index() == 0:
+        say("\n".join(lines))
 
 
 def takes_batch(loss: Loss) -> bool:

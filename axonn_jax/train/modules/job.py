@@ -22,12 +22,11 @@ from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
-from axonn_jax.terminal import say
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
-from axonn_jax.train.modules.apart import Apart, Loss, takes_batch
+from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.linen_tree import TreeApart
 from axonn_jax.train.modules.nnx_module import ModuleApart
@@ -76,7 +75,8 @@ def loss_job(
         apart = TreeApart(model, loss, compute, grid.mesh)
     if not apart.params:
         raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")
-    _say_half(sorted({str(apart.dtypes[name]) for name in apart.params} - {"float32"}))
+    for dtype in sorted({str(apart.dtypes[name]) for name in apart.params} - {"float32"}):
+        say_first(f"model: parameters of {dtype} are updated in float32, and rounded where the loss reads them")
     check_optimizer_type(optimizer)
     optimizer = in_own_tree(optimizer, apart.tree)
     check_update(optimizer, apart.params)
@@ -123,11 +123,6 @@ def loss_job(
 
 _HONOURED = {"precision", "accumulate", "offload", "zero", "bucket"}
 """Settings that count for any model; the others of their tables are of the package's own layers."""
-
-
-def _say_half(dtypes: list[str]) -> None:
-    if dtypes and jax.process_index() == 0:
-        say(f"model: parameters of {', '.join(dtypes)} are updated in float32, and rounded where the loss reads them")
 
 
 def _check_mesh(model: nnx.Module, grid: Grid) -> None:

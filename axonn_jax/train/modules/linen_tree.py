@@ -18,7 +18,6 @@ from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.params import Params, copied
-from axonn_jax.terminal import say
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
@@ -32,6 +31,7 @@ from axonn_jax.train.modules.apart import (
     is_float,
     keys,
     one_device_each,
+    say_first,
     spec_of_value,
 )
 from axonn_jax.train.modules.own_tree import GivenTree, OwnTree
@@ -106,8 +106,8 @@ class TreeApart:
     def _run(
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
     ) -> LossResult:
-        if self._keyed and not training and jax.process_index() == 0:  # once, when traced
-            say("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
+        if self._keyed and not training:  # said once, when traced
+            say_first("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
         tree, function = self.restored(params, carried), self._losses[way]
         tree = function.gather_spread(tree) if isinstance(function, LinenLoss) else tree
         loss, aux = checked(function(tree, rows, *keys(self._keyed, key)))

@@ -98,7 +98,9 @@ def _off(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _largest(a: np.ndarray) -> float:
-    return float(np.abs(a.astype(np.complex128)).max(initial=0, where=np.isfinite(a.astype(np.complex128))))
+    """Return the largest finite entry's size."""
+    sizes = np.abs(a.astype(np.complex128))
+    return float(sizes.max(initial=0, where=np.isfinite(sizes)))
 
 
 def _next(key: jax.Array) -> jax.Array:

@@ -44,9 +44,9 @@ class LossProgram(OnMesh):
 
     Batches are [microbatches, data, rows, ...]. A loss that runs in `parts` sees a replica's rows: every replica has a
     copy of the parameters, [data, ...], local to its devices, and `jax.vmap` over it, with `data` as `spmd_axis_name`,
-    puts `data` into the specs of all regions. So gradients add up over microbatches without communication over `data`,
-    and are reduced once. Otherwise the loss sees a microbatch's rows of all replicas, and autodiff reduces gradients in
-    each microbatch.
+    puts `data` into the specs of all regions; replicas of one device each run in one manual region. So gradients add up
+    over microbatches without communication over `data`, and are reduced once. Otherwise the loss sees a microbatch's
+    rows of all replicas, and autodiff reduces gradients in each microbatch.
     """
 
     model: Apart
@@ -169,15 +169,12 @@ class LossProgram(OnMesh):
             return local(own, carried, batch, shares, 0, key, scale), weight
         shares, weight = self._shares(batch, 2)
         side_by_side = self._on_devices if self._manual else self._mapped
-        return side_by_side(partial(self._replica, local, key, scale), dense, carried, batch, shares), weight
+        return side_by_side(lambda *own: local(*own, key, scale), dense, carried, batch, shares), weight
 
     @property
     def _manual(self) -> bool:
         """True if each replica is on a device of its own, where its model runs as on one device."""
         return self.way == "parts" and one_device_each(self.grid.mesh)
-
-    def _replica(self, local: Callable[..., Any], key: Any, scale: Any, *given: Any) -> Any:
-        return local(*given, key, scale)
 
     def _mapped(self, replica: Callable[..., Any], dense: Params, carried: Params, batch: Any, shares: Any) -> Any:
         """Run each replica, its layers split, in `jax.vmap` over replicas."""

@@ -15,8 +15,7 @@ from axonn_jax.grid import without_mesh
 from axonn_jax.memory.forms import Weights
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import is_replicated, values_of
-from axonn_jax.terminal import say
-from axonn_jax.train.modules.apart import Way
+from axonn_jax.train.modules.apart import Way, say_first
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.coupling import couples_rows
 from axonn_jax.train.modules.numbers import averaged
@@ -62,18 +61,21 @@ class Proof:
         self._forms = set[str]()
         """Shapes of the batches that were compared."""
         if rows == "parts" and not alone:
-            _say(['rows="parts": the loss of parts of the rows is not compared with that of all rows'])
+            say_first('rows="parts": the loss of parts of the rows is not compared with that of all rows')
         if not kept:
-            _say(["rows: layers without ax.parallelize_linen are left to XLA, their parameters spread over z, y and x"])
+            say_first(
+                "rows: layers without ax.parallelize_linen are left to XLA, their parameters spread over z, y and x"
+            )
 
     def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
         """Compare results if that is due; True if the loss runs in another way from now on, which a line says.
 
         `batch` has this process's rows, on the host.
         """
+        if self._due is None:
+            return False
         form = str(jax.tree.map(jnp.shape, values_of(batch)))
-        known = form in self._forms
-        if self._due is None or (step < self._due if known else len(self._forms) == _FORMS):
+        if step < self._due if form in self._forms else len(self._forms) == _FORMS:
             return False
         before, self._due = self.way, 1 << step.bit_length()
         self._forms.add(form)
@@ -82,7 +84,7 @@ class Proof:
             lines = self._compare(dense, carried, batch)
         if lines or self.way != "parts":
             self._due = None  # what differs has been said
-        _say(lines)
+        say_first(*lines)
         return self.way != before
 
     def _compare(self, params: Params, carried: Params, batch: Any) -> list[str]:
@@ -212,11 +214,6 @@ _INSTEAD: dict[Way, str] = {
     "whole": 'the loss runs on the rows of all replicas (rows="whole")',
     "xla": "the loss runs on the rows of all replicas, its layers left to XLA",
 }
-
-
-def _say(lines: list[str]) -> None:
-    if lines and jax.process_index() == 0:
-        say("\n".join(lines))
 
 
 def _first_line(error: Exception) -> str:
