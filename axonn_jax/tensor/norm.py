@@ -1,7 +1,11 @@
-"""LayerNorm and RMSNorm over features that are sharded."""
+"""LayerNorm and RMSNorm over features that are sharded.
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+For the backward pass they keep their input in its own dtype and two float32 numbers a row, mean and factor; the rest is
+computed again from these.
+"""
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +13,20 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, axis_size
+from axonn_jax import compat
+from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, axis_size, mark_varying
 from axonn_jax.tensor.params import constant_param
-
-F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array | None,
-    shift: jax.Array | None,
-    eps: float,
-    axis: str = FEATURE_AXIS,
-    recomputed: Callable[..., Any] = jax.checkpoint,
+    x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, eps: float, axis: str = FEATURE_AXIS
 ) -> jax.Array:
     """Normalise [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
 
-    `recomputed` wraps functions of which the backward pass keeps the arguments alone: the input and numbers a row.
-    Collective: one all-reduce over `axis` of three float32 a row (and one in the backward). Each shard's mean and
+    Collectives: an all-reduce over `axis` of three float32 a row, and one of two in the backward. Each shard's mean and
     centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
     """
-    h = x.astype(jnp.float32)
-    stats = recomputed(_moments)(h) / axis_size(axis)
-    mean, centred, mean_squared = jnp.split(all_reduce(stats, axis), 3, -1)
-    variance = centred + (mean_squared - jnp.square(mean))
-    return recomputed(_normalise)(h, mean, lax.rsqrt(variance + eps), scale, shift).astype(x.dtype)
+    return _norm(x, scale, shift, _Norm(eps, axis, centred=True))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
@@ -41,10 +34,7 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
 
     Collective: one all-reduce over `axis` of one float32 a row each way.
     """
-    h = x.astype(jnp.float32)
-    local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(axis)
-    h = h * lax.rsqrt(all_reduce(local, axis) + eps)
-    return (h if scale is None else h * scale.astype(h.dtype)).astype(x.dtype)
+    return _norm(x, scale, None, _Norm(eps, axis))
 
 
 def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -53,9 +43,91 @@ def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     `scale` [head_dim] is all heads': its gradient is all-reduced over the axes that split heads, 4 head_dim bytes a
     microbatch.
     """
+    return _norm(x, scale, None, _Norm(eps))
+
+
+class _Norm(NamedTuple):
+    """Static arguments of a norm."""
+
+    eps: float
+    axis: str = ""
+    """Mesh axis that features are split over; empty: none."""
+    centred: bool = False
+    """True if the mean is taken off."""
+
+
+def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> jax.Array:
+    params = [None if p is None else p.astype(jnp.float32) for p in (scale, shift)]
+    # As they vary, so must their gradients, of which no parameter's is reduced here.
+    axes = frozenset().union(*(compat.varying_axes(a) for a in (x, *params) if a is not None))
+    return _normalised(mark_varying(x, axes), *(None if p is None else mark_varying(p, axes) for p in params), how)
+
+
+class _Kept(NamedTuple):
+    """What the backward pass reads: the operands, and two float32 numbers a row."""
+
+    x: jax.Array
+    scale: jax.Array | None
+    shift: jax.Array | None
+    mean: jax.Array | None
+    """None where it is not taken off."""
+    factor: jax.Array
+    """Reciprocal of the deviation, or of the root mean square."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _normalised(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> jax.Array:
+    return _forward(x, scale, shift, how)[0]
+
+
+def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> tuple[jax.Array, _Kept]:
+    mean, factor = _statistics(x.astype(jnp.float32), how)
+    y = _unscaled(x, mean, factor)
+    y = y if scale is None else y * scale
+    y = y if shift is None else y + shift
+    # The barrier keeps XLA from taking this pass's float32 rows for the backward pass's.
+    return y.astype(x.dtype), _Kept(x, scale, shift, *lax.optimization_barrier((mean, factor)))
+
+
+def _backward(how: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    dy = dy.astype(jnp.float32)
+    unscaled = _unscaled(kept.x, kept.mean, kept.factor)
+    rows = tuple(range(dy.ndim - 1))
+    d_scale = None if kept.scale is None else jnp.sum(dy * unscaled, rows)
+    d_shift = None if kept.shift is None else jnp.sum(dy, rows)
+    dy = dy if kept.scale is None else dy * kept.scale
+    along, *level = _over_shards(how.axis, _mean(dy * unscaled), *([_mean(dy)] if how.centred else []))
+    dx = kept.factor * (dy - unscaled * along - (level[0] if level else 0.0))
+    return dx.astype(kept.x.dtype), d_scale, d_shift
+
+
+_normalised.defvjp(_forward, _backward)
+
+
+def _statistics(h: jax.Array, how: _Norm) -> tuple[jax.Array | None, jax.Array]:
+    """Return the mean, None where it is not taken off, and the factor of each row, [..., 1]."""
+    if not how.centred:
+        (squared,) = _over_shards(how.axis, _mean(jnp.square(h)))
+        return None, lax.rsqrt(squared + how.eps)
+    mean = _mean(h)
+    mean, centred, squared = _over_shards(how.axis, mean, _mean(jnp.square(h - mean)), jnp.square(mean))
+    return mean, lax.rsqrt(centred + (squared - jnp.square(mean)) + how.eps)
+
+
+def _mean(h: jax.Array) -> jax.Array:
+    return jnp.mean(h, -1, keepdims=True)
+
+
+def _over_shards(axis: str, *numbers: jax.Array) -> list[jax.Array]:
+    """Return the mean over `axis` of each of the numbers [..., 1] of a row; collective: one all-reduce of them all."""
+    if axis_size(axis) == 1:
+        return list(numbers)
+    return jnp.split(all_reduce(jnp.concatenate(numbers, -1) / axis_size(axis), axis), len(numbers), -1)
+
+
+def _unscaled(x: jax.Array, mean: jax.Array | None, factor: jax.Array) -> jax.Array:
     h = x.astype(jnp.float32)
-    h = h * lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + eps)
-    return (h * scale.astype(h.dtype)).astype(x.dtype)
+    return (h if mean is None else h - mean) * factor
 
 
 class LayerNorm(nnx.Module):
@@ -69,42 +141,6 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features/Gx] -> same; collectives as in `layer_norm`."""
         return layer_norm(x, self.scale.get_value(), self.shift.get_value(), self.eps)
-
-
-def recomputed_in_maps(f: F) -> F:
-    """Return a function that keeps its arguments alone for the backward pass and computes the rest again from them.
-
-    The result varies over the mesh axes that the first argument varies over. As `jax.checkpoint`, which `jax.vmap` with
-    `spmd_axis_name` refuses in a manual region (jax 0.10.2).
-    """
-
-    @jax.custom_vjp
-    def run(*args: Any) -> jax.Array:
-        return f(*args)
-
-    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        return f(*args), args
-
-    def backward(args: tuple[Any, ...], dy: jax.Array) -> Any:
-        h, dy = lax.optimization_barrier((args[0], dy))  # else XLA would keep the forward pass's values
-        return jax.vjp(f, h, *args[1:])[1](dy)
-
-    run.defvjp(forward, backward)
-    return run  # type: ignore[return-value]
-
-
-def _moments(h: jax.Array) -> jax.Array:
-    mean = jnp.mean(h, -1, keepdims=True)
-    centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
-    return jnp.concatenate([mean, centred, jnp.square(mean)], -1)
-
-
-def _normalise(
-    h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array | None, shift: jax.Array | None
-) -> jax.Array:
-    h = (h - mean) * factor
-    h = h if scale is None else h * scale.astype(h.dtype)
-    return h if shift is None else h + shift.astype(h.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.backend.repairs import over_rows
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
-from axonn_jax.tensor.norm import layer_norm, recomputed_in_maps, rms_norm
+from axonn_jax.tensor.norm import layer_norm, rms_norm
 from axonn_jax.tensor.parallelize.kinds import in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, own_params, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
@@ -241,7 +241,7 @@ class ShardedLayerNorm(nnx.LayerNorm):
         """Normalise as the Flax layer does, with a two-pass variance; XLA lays it out with a mask, or in 64 bits."""
         if mask is not None or not _in_float32(self, x):
             return super().__call__(x, mask=mask)
-        return _normed(self, x, functools.partial(layer_norm, recomputed=recomputed_in_maps), ("scale", "bias"))
+        return _normed(self, x, layer_norm, ("scale", "bias"))
 
 
 class ShardedRMSNorm(nnx.RMSNorm):
