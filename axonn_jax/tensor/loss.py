@@ -48,7 +48,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     top = all_reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
-    total = _sum_exp(logits, top)
+    total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
     picked = _picked(logits, targets)
     sums = all_reduce(jnp.stack([total, jnp.where(picked.held, picked.logit - top, 0.0)]), VOCAB_AXIS)
     return jnp.log(sums[0]) - sums[1]
@@ -70,12 +70,6 @@ def _picked(logits: jax.Array, targets: jax.Array) -> _Picked:
     return _Picked(place, held, jnp.take_along_axis(logits, place[..., None], -1, mode="clip")[..., 0])
 
 
-@jax.checkpoint
-def _sum_exp(logits: jax.Array, top: jax.Array) -> jax.Array:
-    """Sum of exponentials; the backward pass keeps the logits alone, not the exponentials."""
-    return jnp.sum(jnp.exp(logits - top[..., None]), -1)
-
-
 def masked(logits: jax.Array, used: int | None) -> jax.Array:
     """Return logits split over `y` with entries from `used` on at minus infinity; unchanged if `used` is None."""
     if used is None:
@@ -88,16 +82,14 @@ def total_loss(h: jax.Array, projection: Projection, targets: jax.Array, weights
     """Sum over all targets of their cross-entropy in nats, times `weights` where given.
 
     Shapes: `h` [..., hidden/Gx], `targets` and `weights` [...] -> a float32 scalar. Collectives: an all-reduce of the
-    logits over `x` and those of `cross_entropy`; backward an all-reduce of dX over `y`. Where the logits are many
-    (`loss_chunk`) this runs a part of the tokens at a time, and computes a part's gradients beside its losses:
-    of the logits nothing is kept and nothing computed again. Such gradients are for a sum: hence the scalar.
+    logits over `x` and those of `cross_entropy`; backward an all-reduce of dX over `y`. Gradients are computed beside
+    the losses, a part of the tokens at a time where the logits are many (`loss_chunk`): of the logits nothing is kept
+    and nothing computed again. Such gradients are for a sum: hence the scalar.
     """
     h = mark_varying(h, (VOCAB_AXIS,))
     rows, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
     weights = None if weights is None else lax.stop_gradient(weights).astype(jnp.float32).reshape(-1)
     chunk = loss_chunk(rows.shape[0], projection.columns)
-    if chunk == rows.shape[0]:
-        return _summed(cross_entropy(_logits(rows, projection), targets), weights)
     # As they vary, so must their gradients, of which nothing is reduced here.
     axes = compat.varying_axes(rows) | compat.varying_axes(projection.weight) | compat.varying_axes(targets)
     how = _How(chunk, *projection[1:])
@@ -199,6 +191,8 @@ def _zero(rows: jax.Array) -> jax.Array:
 def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Tokens, chunk: int) -> tuple[Any, Any]:
     """`lax.scan` of `f` over parts of `chunk` tokens; the last part may have fewer."""
     count = tokens[0].shape[0]
+    if count == chunk:
+        return f(carry, tokens)
     divided = count // chunk * chunk
     parts = jax.tree.map(lambda a: a[:divided].reshape(-1, chunk, *a.shape[1:]), tokens)
     carry, results = lax.scan(f, carry, parts)

@@ -40,7 +40,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
         metavar="POLICY,POLICY",
         help="in this order (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=None, help="timed steps a row (default: 6)")
+    parser.add_argument("--steps", type=int, default=None, help="timed steps a row, together (default: 10)")
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="start no row it may not finish (default: %(default)s)"
     )
@@ -53,7 +53,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     given.only = given.only.split(",")
     given.activations = given.activations.split(",")
     sizes = given.microbatches or ("2" if given.quick else "8,16,4")
-    given.steps = given.steps or (2 if given.quick else 6)
+    given.steps = given.steps or (2 if given.quick else 10)
     if not set(given.only) <= set(SECTIONS):
         parser.error(f"--only {','.join(given.only)}: of {', '.join(SECTIONS)}")
     if not set(given.activations) <= set(_POLICIES):

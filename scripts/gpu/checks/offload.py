@@ -1,8 +1,6 @@
 """Optimizer state on the device and on the host: step time, device memory, what travels."""
 
 import functools
-import statistics
-import time
 from typing import Any
 
 import jax
@@ -12,6 +10,7 @@ from flax import nnx
 
 import axonn_jax
 from axonn_jax.models import ModelShape, Transformer
+from checks.rates import mean_seconds
 from checks.report import Emit, Row, attempt
 
 _BUCKET = {True: 50_000, False: 16_000_000}
@@ -39,20 +38,14 @@ def _measure(ways: dict[str, Any], spec: dict[str, Any]) -> Row:
     batch = np.random.default_rng(0).integers(0, shape.vocab, (rows, shape.seq_len + 1), dtype=np.int32)
     losses = [float(trainer.step(batch)["loss"])]  # compiles
     trainer.step(batch)
-    jax.block_until_ready(trainer.engine.train_state)
-    times = []
-    for _ in range(spec["steps"]):
-        begin = time.perf_counter()
-        metrics = trainer.step(batch)
-        jax.block_until_ready(trainer.engine.train_state)
-        times.append(time.perf_counter() - begin)
-    losses.append(float(metrics["loss"]))
+    step_s = mean_seconds(
+        lambda: trainer.step(batch), lambda: jax.block_until_ready(trainer.engine.train_state), spec["steps"]
+    )
+    losses.append(float(trainer.step(batch)["loss"]))
     found = trainer.engine.memory()[0]
-    step_s = statistics.median(times)
     travelled = 2 * found["planned"]["host"]  # there and back
     figures = {
         "step_s": step_s,
-        "step_rounds_s": times,
         "tokens_per_s": rows * shape.seq_len / step_s,
         "peak_bytes": found["device_peak"],
         "memory": found,

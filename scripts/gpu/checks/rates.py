@@ -1,9 +1,21 @@
 """From a step's time to tokens a second and shares of the peak. No jax: the PyTorch worker uses it too."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from axonn_jax.hardware import peak_flops
 from axonn_jax.models import ModelShape
+
+
+def mean_seconds(step: Callable[[], Any], wait: Callable[[], Any], steps: int) -> float:
+    """Return the seconds of a step: the mean over `steps` with one wait at the end, so that the host runs ahead."""
+    wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return (time.perf_counter() - begin) / steps
 
 
 def hardware_flops(shape: ModelShape, sequences: int, activations: str) -> int:

@@ -7,12 +7,11 @@ activation checkpointing of whole blocks where ours recomputes them. The residua
 import functools
 import importlib.util
 import math
-import statistics
 import time
 from typing import Any
 
 from axonn_jax.models import ModelShape
-from checks.rates import rates
+from checks.rates import mean_seconds, rates
 from checks.report import Emit, Row, Skip, attempt, first_line, out_of_memory, throughput_note
 from checks.sizes import TrainConfig
 
@@ -159,23 +158,16 @@ def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, 
     compile_s = time.perf_counter() - ready
     for _ in range(spec["warm_up"] - 1):
         step()
-    wait()
-    times = []
-    for _ in range(spec["steps"]):
-        begin = time.perf_counter()
-        loss = step()
-        wait()
-        times.append(time.perf_counter() - begin)
-    losses.append(float(loss))
+    step_s = mean_seconds(step, wait, spec["steps"])
+    losses.append(float(step()))
     if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):
         raise ValueError(f"the loss of one repeated batch went from {losses[0]:.3f} to {losses[-1]:.3f}")
 
     return {
-        **rates(shape, config.microbatch * config.accumulate, config.activations, statistics.median(times), spec),
+        **rates(shape, config.microbatch * config.accumulate, config.activations, step_s, spec),
         "activations": config.activations,
         "microbatch": config.microbatch,
         "accumulate": config.accumulate,
-        "steps_s": times,
         "init_s": ready - start,
         "compile_s": compile_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,

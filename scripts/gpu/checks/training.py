@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-import statistics
 import time
 from collections import Counter
 from typing import Any
@@ -15,7 +14,7 @@ from flax import nnx
 
 import axonn_jax
 from axonn_jax.models import ModelShape, Transformer
-from checks.rates import rates
+from checks.rates import mean_seconds, rates
 from checks.report import Emit, Row, attempt, throughput_note
 from checks.sizes import TrainConfig
 
@@ -49,30 +48,29 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
     compile_s = time.perf_counter() - ready
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
-    def step() -> float:
-        metrics = trainer.step(batch)
-        jax.block_until_ready(trainer.engine.train_state)
-        return float(metrics["loss"])
+    def step() -> Any:
+        return trainer.step(batch)["loss"]
 
-    first_loss = step()
+    def wait() -> None:
+        jax.block_until_ready(trainer.engine.train_state)
+
+    first_loss = float(step())
     for _ in range(spec["warm_up"] - 1):
         step()
-    times = []
-    for _ in range(spec["steps"]):
-        begin = time.perf_counter()
-        last_loss = step()
-        times.append(time.perf_counter() - begin)
+    step_s = mean_seconds(step, wait, spec["steps"])
     if trace is not None:
         with jax.profiler.trace(trace):
-            last_loss = [step() for _ in range(2)][-1]
+            step()
+            step()
+            wait()
+    last_loss = float(step())
 
     stats = device.memory_stats() or {}
     figures = {
-        **rates(shape, sequences, config.activations, statistics.median(times), spec),
+        **rates(shape, sequences, config.activations, step_s, spec),
         "activations": config.activations,
         "microbatch": config.microbatch,
         "accumulate": config.accumulate,
-        "steps_s": times,
         "init_s": ready - start,
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use"),
