@@ -7,21 +7,23 @@ from typing import Any
 import jax
 
 
-def overlap_options(platform: str) -> dict[str, Any]:
-    """XLA's compiler options under which collectives run beside matmuls: none but on GPUs.
+def step_options(platform: str, ordered: bool) -> dict[str, Any]:
+    """XLA's compiler options of a training step: none but on GPUs; `ordered` if collectives run beside matmuls.
 
+    Matmuls are cuBLAS's: XLA's own kernels took 4 s to choose among and a step 1 % longer (docs/results/h100.md).
     Combined collectives wait for the last and end with the first of their members, so nothing is combined that the
     program did not combine itself; and many collectives may be under way at once: with a limit of 8, gathers that take
     long between nodes used all of it, and the all-reduces beside them were waited for at once.
     """
     if platform not in ("gpu", "cuda"):
         return {}
-    return {
+    overlap = {
         "xla_gpu_all_gather_combine_threshold_bytes": 0,
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
     }
+    return {"xla_gpu_enable_triton_gemm": False} | (overlap if ordered else {})
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:

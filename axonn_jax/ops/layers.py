@@ -58,16 +58,12 @@ class Place(NamedTuple):
 
 
 def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
-    """Declare a norm of the residual stream (`tensor.norm`).
-
-    LayerNorm sends three float32 numbers a token forward and two back, RMSNorm one each way; the gradient of an
-    RMSNorm's scale reads the input once more.
-    """
+    """Declare a norm of the residual stream: three float32 a token forward and two back, of an RMSNorm one each way."""
     stream = hidden / at.x / (at.y if at.sequence_split else 1)
     forward, backward = (3, 2) if kind == "layernorm" else (1, 1)
     token = at.stream_tokens * FLOAT32
     moments = Collective(name, "all-reduce", "all-reduce", ("x",), forward * token, backward * token, small=True)
-    stored = Read((1 if kind == "layernorm" else 2) * stream, moved=2 * stream * at.item)
+    stored = Read(stream, moved=2 * stream * at.item)
     vectors = ("scale", "shift") if kind == "layernorm" else ("scale",)
     params = tuple(Param(f"{name}.{vector}", (hidden,), (("x",),)) for vector in vectors)
     return params, (moments, stored)

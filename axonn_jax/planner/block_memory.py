@@ -110,8 +110,7 @@ def block_activations(
     if policy == "none":
         # Queries and keys with positions are handed over beside what they were made of.
         rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
-        shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + part * (2 - sum(spread))
-        shown += second.inner - rotated
+        shown = part * (2 - sum(spread)) + second.inner - rotated
         released = (qkv + rotated + copies) * item + (scores.scores if attention != "xla" else 0.0)
         return BlockBytes(
             entry, kept("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare

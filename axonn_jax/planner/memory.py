@@ -124,18 +124,13 @@ def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -
 
 
 def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int) -> float:
-    """Bytes of a microbatch's `tokens` at the head: logits, exponentials and gradient in float32, and the stream.
+    """Bytes of a microbatch's `tokens` at the head, with `columns` of the padded vocabulary on a device.
 
-    `columns` are those of a device's part of the padded vocabulary.
-    Where the loss runs in parts of the tokens: a part's logits and their gradient, the float32 sum of the weight's
-    gradient (and the same scaled, where it is not added to a lookup's), and the stream's gradient besides.
+    They are a part's logits and their gradient in float32 (`loss_chunk`), the float32 sum of the weight's gradient (and
+    the same scaled, where it is not added to a lookup's), and the stream with its gradient.
     """
-    stream = shape.hidden / x * item
-    part = loss_chunk(tokens, columns)
-    if part == tokens:
-        return tokens * (3 * columns * _FP32 + 2 * stream)
     weight = shape.hidden / x * columns * _FP32 * (1 if shape.tied else 2)
-    return 2 * part * columns * _FP32 + weight + 3 * tokens * stream
+    return 2 * loss_chunk(tokens, columns) * columns * _FP32 + weight + 3 * tokens * shape.hidden / x * item
 
 
 def gathered_weights(params: float, item: int) -> float:

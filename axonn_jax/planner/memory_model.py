@@ -11,7 +11,6 @@ from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_b
 from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
-from axonn_jax.tensor.kernel_choice import loss_chunk
 
 _FP32 = 4
 
@@ -85,12 +84,7 @@ class MemoryModel:
         block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
         head *= load.last
         if load.last:
-            if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
-                tokens = candidate.sequences(self.request.batch) * shape.seq_len
-                logits = tokens * self.ranks.vocab(grid) / grid.y * _FP32
-                parts = self._in_parts(tokens, grid)
-                head = table * item + (head if parts else max(head, head - 2 * logits + table * item))
-            head += kept
+            head += kept + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
             head -= _FP32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
@@ -154,9 +148,9 @@ class MemoryModel:
 
         Recomputed activations are one block's where one program loops over layers. In a pipeline it is all that a group
         of layers holds (`schedule.partition`), from its input on: its forward pass is run again as a whole. Under
-        `none` a stage keeps values that no elementwise operation gives, and of the head one array of logits, or the
-        gradients of a loss in parts. Where a weight gradient waits, a stage keeps the inputs of its products in place
-        of those values, except the first stage, which has no input gradient to be ahead of.
+        `none` a stage keeps values that no elementwise operation gives, and of the head the gradients. Where a weight
+        gradient waits, a stage keeps the inputs of its products in place of those values, except the first stage, which
+        has no input gradient to be ahead of.
         """
         block, shape = self._block(candidate.grid, candidate.activations), self.request.shape
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
@@ -168,9 +162,8 @@ class MemoryModel:
             return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
         late = self._late(candidate, load.rank) / stages
-        logits = float(columns) if load.last else 0.0
-        if self._in_parts(tokens, candidate.grid):  # gradients are handed over instead: the weight's, in float32
-            logits *= shape.hidden / candidate.grid.x / tokens
+        # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
+        handed = shape.hidden / candidate.grid.x * columns / tokens if load.last else 0.0
         layers = load.blocks / stages
         groups = group_count(layers)
         together = layers if groups == 1 else group_size(int(layers))
@@ -179,7 +172,7 @@ class MemoryModel:
         host, working = (live * entering if block.host else 0.0), block.working
         if candidate.activations == "none":
             one = load.blocks * (block.kept - block.shown)
-            kept = live * one + (live - 1.0) * logits * (self._item if late and stages == 1 else _FP32)
+            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else _FP32)
             working += block.shown
             working += together * block.released if late and entering else 0.0
         else:
@@ -190,13 +183,9 @@ class MemoryModel:
             behind = (stages - 1.0) / stages if load.first else 1.0
             kept += late * behind * max(0.0, load.blocks * block.waiting - one)
             if candidate.activations != "none":
-                kept += (late - 1.0) * logits * self._item
-            working += logits * self._item
+                kept += (late - 1.0) * handed * self._item
+            working += handed * self._item
         return tokens * kept, tokens * working + scores, head, tokens * host
-
-    def _in_parts(self, tokens: int, grid: GridShape) -> bool:
-        """Return True if the loss runs in parts of a device's tokens."""
-        return loss_chunk(tokens, self.ranks.vocab(grid) // grid.y) < tokens
 
     def _block(self, grid: GridShape, activations: Activations) -> BlockBytes:
         """Bytes a token needs in a block."""

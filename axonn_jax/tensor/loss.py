@@ -92,8 +92,8 @@ def total_loss(h: jax.Array, projection: Projection, targets: jax.Array, weights
     chunk = loss_chunk(rows.shape[0], projection.columns)
     # As they vary, so must their gradients, of which nothing is reduced here.
     axes = compat.varying_axes(rows) | compat.varying_axes(projection.weight) | compat.varying_axes(targets)
-    how = _How(chunk, *projection[1:])
-    return _chunked(mark_varying(rows, axes), mark_varying(projection.weight, axes), targets, weights, how)
+    rows, weight = mark_varying(rows, axes), mark_varying(projection.weight, axes)
+    return _chunked(rows, weight, targets, weights, chunk, projection[1:])
 
 
 def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -111,29 +111,22 @@ def _products(rows: jax.Array, projection: Projection) -> jax.Array:
     return all_reduce(partial_sums, FEATURE_AXIS)
 
 
-class _How(NamedTuple):
-    """Static arguments of a chunked loss."""
-
-    chunk: int
-    turned: bool
-    layouts: MatmulLayouts
-    used: int | None
-    cap: float
-
-
 Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
 """Rows, targets and weights of some tokens."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, how: _How) -> jax.Array:
-    projection = Projection(weight, *how[1:])
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _chunked(
+    rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, chunk: int, how: tuple[Any, ...]
+) -> jax.Array:
+    """Sum of losses, `chunk` tokens at a time; `how` are a projection's fields behind its weight."""
+    projection = Projection(weight, *how)
 
     def add(total: jax.Array, part: Tokens) -> tuple[jax.Array, tuple[()]]:
         rows, targets, weights = part
         return total + _summed(cross_entropy(_logits(rows, projection), targets), weights), ()
 
-    return _loop(add, _zero(rows), (rows, targets, weights), how.chunk)[0]
+    return _loop(add, _zero(rows), (rows, targets, weights), chunk)[0]
 
 
 Gradients = tuple[jax.Array, jax.Array]
@@ -141,23 +134,23 @@ Gradients = tuple[jax.Array, jax.Array]
 
 
 def _forward(
-    rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, how: _How
+    rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, chunk: int, how: tuple[Any, ...]
 ) -> tuple[jax.Array, Gradients]:
     """Return the sum of losses and its gradients."""
-    projection = Projection(weight, *how[1:])
+    projection = Projection(weight, *how)
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:
         (total, d_weight), (rows, targets, weights) = carry, part
-        logits, uncapped = jax.vjp(lambda products: capped(products, how.cap), _products(rows, projection))
-        loss, d_logits = _with_gradient(masked(logits, how.used), targets, weights)
+        logits, uncapped = jax.vjp(lambda products: capped(products, projection.cap), _products(rows, projection))
+        loss, d_logits = _with_gradient(masked(logits, projection.used), targets, weights)
         (d_logits,) = uncapped(d_logits.astype(logits.dtype))
-        d_rows = matmul(d_logits, weight, turned=not how.turned)
-        left, right = (d_logits, rows) if how.turned else (rows, d_logits)
+        d_rows = matmul(d_logits, weight, turned=not projection.turned)
+        left, right = (d_logits, rows) if projection.turned else (rows, d_logits)
         d_part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (total + loss, d_weight + d_part), (d_rows,)
 
     start = (_zero(rows), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
-    (total, d_weight), (d_rows,) = _loop(add, start, (rows, targets, weights), how.chunk)
+    (total, d_weight), (d_rows,) = _loop(add, start, (rows, targets, weights), chunk)
     return total, (d_rows, d_weight)
 
 
@@ -175,7 +168,7 @@ def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | N
     return loss, d_logits if weights is None else d_logits * weights[:, None]
 
 
-def _backward(how: _How, gradients: Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(chunk: int, how: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     d_rows, d_weight = gradients
     return (d_rows.astype(jnp.float32) * g).astype(d_rows.dtype), (d_weight * g).astype(d_rows.dtype), None, None
 

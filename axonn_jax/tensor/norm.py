@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm over features that are sharded.
 
-For the backward pass they keep their input in its own dtype and two float32 numbers a row, mean and factor; the rest is
-computed again from these.
+The backward pass gets the input in its own dtype and two float32 numbers a row, and computes the rest again.
 """
 
 from functools import partial
@@ -96,7 +95,7 @@ def _backward(how: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None,
     d_scale = None if kept.scale is None else jnp.sum(dy * unscaled, rows)
     d_shift = None if kept.shift is None else jnp.sum(dy, rows)
     dy = dy if kept.scale is None else dy * kept.scale
-    along, *level = _over_shards(how.axis, _mean(dy * unscaled), *([_mean(dy)] if how.centred else []))
+    along, *level = _means(how.axis, dy * unscaled, *([dy] if how.centred else []))
     dx = kept.factor * (dy - unscaled * along - (level[0] if level else 0.0))
     return dx.astype(kept.x.dtype), d_scale, d_shift
 
@@ -107,22 +106,18 @@ _normalised.defvjp(_forward, _backward)
 def _statistics(h: jax.Array, how: _Norm) -> tuple[jax.Array | None, jax.Array]:
     """Return the mean, None where it is not taken off, and the factor of each row, [..., 1]."""
     if not how.centred:
-        (squared,) = _over_shards(how.axis, _mean(jnp.square(h)))
-        return None, lax.rsqrt(squared + how.eps)
-    mean = _mean(h)
-    mean, centred, squared = _over_shards(how.axis, mean, _mean(jnp.square(h - mean)), jnp.square(mean))
+        return None, lax.rsqrt(_means(how.axis, jnp.square(h))[0] + how.eps)
+    mean = jnp.mean(h, -1, keepdims=True)
+    mean, centred, squared = _means(how.axis, mean, jnp.square(h - mean), jnp.square(mean))
     return mean, lax.rsqrt(centred + (squared - jnp.square(mean)) + how.eps)
 
 
-def _mean(h: jax.Array) -> jax.Array:
-    return jnp.mean(h, -1, keepdims=True)
-
-
-def _over_shards(axis: str, *numbers: jax.Array) -> list[jax.Array]:
-    """Return the mean over `axis` of each of the numbers [..., 1] of a row; collective: one all-reduce of them all."""
+def _means(axis: str, *rows: jax.Array) -> list[jax.Array]:
+    """Return the means [..., 1] over features split over `axis`, one of each operand; collective: one all-reduce."""
+    means = [jnp.mean(row, -1, keepdims=True) for row in rows]
     if axis_size(axis) == 1:
-        return list(numbers)
-    return jnp.split(all_reduce(jnp.concatenate(numbers, -1) / axis_size(axis), axis), len(numbers), -1)
+        return means
+    return jnp.split(all_reduce(jnp.concatenate(means, -1) / axis_size(axis), axis), len(means), -1)
 
 
 def _unscaled(x: jax.Array, mean: jax.Array | None, factor: jax.Array) -> jax.Array:

@@ -278,7 +278,7 @@ class SpmdEngine:
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the communication that nothing hides in a step of so many sequences."""
-        missing = [f"overlap: this XLA has no {name}, which is not set" for name in self._step.missing_options()]
+        missing = [f"step: this XLA has no {name}, which is not set" for name in self._step.missing_options()]
         lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
         return [*lines, *missing]
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.compiler_options import known_options, overlap_options
+from axonn_jax.backend.compiler_options import known_options, step_options
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
@@ -123,17 +123,17 @@ class TrainStep:
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def compiler_options(self) -> dict[str, Any] | None:
-        """XLA's options that keep the program's order of computation, as far as this XLA has them."""
+        """XLA's options of the step, as far as this XLA has them."""
         return known_options(self._wanted_options) or None
 
     def missing_options(self) -> list[str]:
-        """Options for the order of computation that XLA does not have."""
+        """Options of the step that XLA does not have."""
         return sorted(self._wanted_options.keys() - (self.compiler_options() or {}).keys())
 
     @property
     def _wanted_options(self) -> dict[str, Any]:
         platform = self.program.grid.mesh.devices.flat[0].platform
-        return overlap_options(platform) if self.program.ordered else {}
+        return step_options(platform, self.program.ordered)
 
     def compiled(
         self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
