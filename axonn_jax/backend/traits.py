@@ -52,6 +52,11 @@ def convolves_slowly_in_loops(platform: str) -> bool:
     return platform == _CPU
 
 
+def pools_slowly(platform: str) -> bool:
+    """True if the gradient of a maximum over windows takes many times as long as that of slices."""
+    return platform == _CPU
+
+
 def keeps_score_gradients(platform: str) -> bool:
     """True if a block's scores and their gradients are at work at once: XLA runs blocks beside each other."""
     return platform == _CPU

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.pooling import with_sliced_pooling
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce
@@ -248,7 +249,7 @@ class LossProgram(OnMesh):
             loss = share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
-        backward = jax.value_and_grad(part, has_aux=True)
+        backward = jax.value_and_grad(with_sliced_pooling(part), has_aux=True)
 
         @jax.jit  # traced once
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
