@@ -48,7 +48,7 @@ def _results(closed: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _in_windows_apart(eqn: JaxprEqn) -> bool:
     """True for a maximum over windows without padding that touch and do not overlap."""
-    if eqn.primitive.name != "reduce_window_max" or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+    if eqn.primitive.name != "reduce_window_max":
         return False
     params, windows = eqn.params, eqn.params["window_dimensions"]
     apart = params["window_strides"] == windows and not any(map(any, params["padding"]))
@@ -60,5 +60,5 @@ def _largest(x: jax.Array, windows: Sequence[int]) -> jax.Array:
     for axis, size in reversed([*enumerate(windows)]):
         end = x.shape[axis] // size * size
         slices = [lax.slice_in_dim(x, first, end, size, axis) for first in range(size)]
-        x = reduce(lambda a, b: jnp.where((a >= b) | jnp.isnan(a), a, b), slices)
+        x = reduce(lambda a, b: jnp.where((a >= b) | (a != a), a, b), slices)  # NaN stays
     return x

@@ -63,7 +63,7 @@ def run(args: Simulate) -> int:
             result = asked.answer()
         except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
             result, limit = asked.answer(limited=False), float("inf")
-        estimate = result.best[0]
+        estimate = result.in_order()[0]
         done = step(result.prices, estimate.candidate, by, args.replicas, begin, drawn=args.png is not None)
         others = list[Baseline]()
         if args.baselines:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
@@ -54,6 +54,23 @@ class SearchResult:
     """Choices that were priced."""
     prices: Prices
     """Prices of the candidates."""
+
+    def in_order(self) -> list[Estimate]:
+        """Return `best`, the simplest one of those as good as the fastest in front."""
+        first = min(self.best[: self.alike], key=lambda estimate: _parts(estimate.candidate))
+        return [first, *(estimate for estimate in self.best if estimate is not first)]
+
+    @property
+    def alike(self) -> int:
+        """Number of the fastest whose times differ by less than `TIE`."""
+        return sum(estimate.step_s < self.best[0].step_s * (1 + TIE) for estimate in self.best)
+
+
+def _parts(candidate: Candidate) -> tuple[int, ...]:
+    """Key by which simpler candidates come first: axes, a pipeline, what is computed again, what layers send."""
+    grid = candidate.grid
+    axes = sum(size > 1 for size in asdict(grid).values())
+    return axes, grid.pipe, candidate.activations != "none", grid.y * grid.x, grid.z
 
 
 def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float) -> SearchResult:
@@ -167,8 +184,10 @@ def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
     )
 
 
-TIE = 0.01
-"""Times closer than this are a tie."""
+TIE = 0.03
+"""Times closer than this are equally good: a machine's own figures differ by as much from hour to hour."""
+_SHORTER = 0.01
+"""Gain from which more microbatches in flight are worth their memory."""
 ENOUGH = 25
 """Grids that are compared in any case."""
 _SIMULATED_TASKS, _COMPARED_TASKS = 150_000, 50_000
@@ -205,7 +224,7 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
         return one.least * max(1.0, off.get(_kind(prices.model.request, one.priced), usual))
 
     while waiting:
-        compared = min(one.least for one in waiting) > best * (1 + TIE)
+        compared = min(one.least for one in waiting) > best * (1 + _SHORTER)
         if found and prices.tasks > (_COMPARED_TASKS if compared else _SIMULATED_TASKS):
             break
         nearest = min(waiting, key=expected)
@@ -252,7 +271,7 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
     """A pipeline simulated, None where its memory is not there.
 
     The default is in flight, fewer only where memory asks for it, and more where there is memory for them, ranks wait
-    for each other, and the step becomes shorter by more than a tie. The optimizer's state is where it takes the least
+    for each other, and the step becomes shorter by more than 1 %. The optimizer's state is where it takes the least
     time of all placements that leave memory enough.
     """
     fitting = list[Candidate]()
@@ -268,11 +287,11 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         if found is not None and (_always_at_work(found) or prices.tasks > _SIMULATED_TASKS):
             break
         estimate = prices.price(deeper)
-        if found is not None and estimate.step_s > found.step_s * (1 - TIE):
+        if found is not None and estimate.step_s > found.step_s * (1 - _SHORTER):
             break
         found = estimate
     return found
 
 
 def _always_at_work(one: Estimate) -> bool:
-    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * TIE
+    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * _SHORTER

@@ -117,10 +117,15 @@ Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _chunked(
-    rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, chunk: int, how: tuple[Any, ...]
+    rows: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None,
+    chunk: int,
+    fields: tuple[Any, ...],
 ) -> jax.Array:
-    """Sum of losses, `chunk` tokens at a time; `how` are a projection's fields behind its weight."""
-    projection = Projection(weight, *how)
+    """Sum of losses, `chunk` tokens at a time; `fields` are a projection's fields behind its weight."""
+    projection = Projection(weight, *fields)
 
     def add(total: jax.Array, part: Tokens) -> tuple[jax.Array, tuple[()]]:
         rows, targets, weights = part
@@ -134,10 +139,15 @@ Gradients = tuple[jax.Array, jax.Array]
 
 
 def _forward(
-    rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, chunk: int, how: tuple[Any, ...]
+    rows: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None,
+    chunk: int,
+    fields: tuple[Any, ...],
 ) -> tuple[jax.Array, Gradients]:
     """Return the sum of losses and its gradients."""
-    projection = Projection(weight, *how)
+    projection = Projection(weight, *fields)
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:
         (total, d_weight), (rows, targets, weights) = carry, part
@@ -168,7 +178,7 @@ def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | N
     return loss, d_logits if weights is None else d_logits * weights[:, None]
 
 
-def _backward(chunk: int, how: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(chunk: int, fields: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     d_rows, d_weight = gradients
     return (d_rows.astype(jnp.float32) * g).astype(d_rows.dtype), (d_weight * g).astype(d_rows.dtype), None, None
 

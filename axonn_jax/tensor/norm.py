@@ -55,11 +55,11 @@ class _Norm(NamedTuple):
     """True if the mean is taken off."""
 
 
-def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> jax.Array:
+def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> jax.Array:
     params = [None if p is None else p.astype(jnp.float32) for p in (scale, shift)]
     # As they vary, so must their gradients, of which no parameter's is reduced here.
     axes = frozenset().union(*(compat.varying_axes(a) for a in (x, *params) if a is not None))
-    return _normalised(mark_varying(x, axes), *(None if p is None else mark_varying(p, axes) for p in params), how)
+    return _normalised(mark_varying(x, axes), *(None if p is None else mark_varying(p, axes) for p in params), norm)
 
 
 class _Kept(NamedTuple):
@@ -75,12 +75,12 @@ class _Kept(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _normalised(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> jax.Array:
-    return _forward(x, scale, shift, how)[0]
+def _normalised(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> jax.Array:
+    return _forward(x, scale, shift, norm)[0]
 
 
-def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how: _Norm) -> tuple[jax.Array, _Kept]:
-    mean, factor = _statistics(x.astype(jnp.float32), how)
+def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> tuple[jax.Array, _Kept]:
+    mean, factor = _statistics(x.astype(jnp.float32), norm)
     y = _unscaled(x, mean, factor)
     y = y if scale is None else y * scale
     y = y if shift is None else y + shift
@@ -88,14 +88,14 @@ def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, how
     return y.astype(x.dtype), _Kept(x, scale, shift, *lax.optimization_barrier((mean, factor)))
 
 
-def _backward(how: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(norm: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     dy = dy.astype(jnp.float32)
     unscaled = _unscaled(kept.x, kept.mean, kept.factor)
     rows = tuple(range(dy.ndim - 1))
     d_scale = None if kept.scale is None else jnp.sum(dy * unscaled, rows)
     d_shift = None if kept.shift is None else jnp.sum(dy, rows)
     dy = dy if kept.scale is None else dy * kept.scale
-    along, *level = _means(how.axis, dy * unscaled, *([dy] if how.centred else []))
+    along, *level = _means(norm.axis, dy * unscaled, *([dy] if norm.centred else []))
     dx = kept.factor * (dy - unscaled * along - (level[0] if level else 0.0))
     return dx.astype(kept.x.dtype), d_scale, d_shift
 
@@ -103,13 +103,13 @@ def _backward(how: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None,
 _normalised.defvjp(_forward, _backward)
 
 
-def _statistics(h: jax.Array, how: _Norm) -> tuple[jax.Array | None, jax.Array]:
+def _statistics(h: jax.Array, norm: _Norm) -> tuple[jax.Array | None, jax.Array]:
     """Return the mean, None where it is not taken off, and the factor of each row, [..., 1]."""
-    if not how.centred:
-        return None, lax.rsqrt(_means(how.axis, jnp.square(h))[0] + how.eps)
+    if not norm.centred:
+        return None, lax.rsqrt(_means(norm.axis, jnp.square(h))[0] + norm.eps)
     mean = jnp.mean(h, -1, keepdims=True)
-    mean, centred, squared = _means(how.axis, mean, jnp.square(h - mean), jnp.square(mean))
-    return mean, lax.rsqrt(centred + (squared - jnp.square(mean)) + how.eps)
+    mean, centred, squared = _means(norm.axis, mean, jnp.square(h - mean), jnp.square(mean))
+    return mean, lax.rsqrt(centred + (squared - jnp.square(mean)) + norm.eps)
 
 
 def _means(axis: str, *rows: jax.Array) -> list[jax.Array]:

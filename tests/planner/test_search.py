@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -70,6 +70,12 @@ def test_results_are_sorted_legal_and_fit():
     plan = search(JOB, 64, SearchSpace(), LIMIT)
     assert [one.step_s for one in plan.best] == sorted(one.step_s for one in plan.best)
     assert len({one.candidate.grid for one in plan.best}) == len(plan.best)
+    first, *others = plan.in_order()
+    alike = plan.best[: plan.alike]
+    assert first in alike
+    assert others == [one for one in plan.best if one is not first]
+    axes = [sum(size > 1 for size in asdict(one.candidate.grid).values()) for one in alike]
+    assert axes[alike.index(first)] == min(axes)
     for one in plan.best:
         assert one.candidate.grid.devices == 64
         assert fits(one.candidate.grid, JOB.shape, JOB.batch)

@@ -97,9 +97,9 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
                 "why": explain(request, result, estimate),
                 "command": command(args.model, request, estimate.candidate, args.seq),
             }
-            for estimate in result.best[: args.top]
+            for estimate in result.in_order()[: args.top]
         ],
-        **({"collectives": [_collective(one) for one in _sent(request, result.best[0])]} if args.explain else {}),
+        **({"collectives": [_collective(one) for one in _sent(request, result.in_order()[0])]} if args.explain else {}),
         "pareto": [_config(request, estimate) for estimate in result.pareto],
         "rejected": [asdict(rejected) for rejected in result.rejected],
         "examined": result.examined,
@@ -136,7 +136,7 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
 
 def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
     """Return the printed text of `axonn-jax plan`: the best grids, the reasons, and the rejected ones."""
-    shown = result.best[: args.top]
+    shown = result.in_order()[: args.top]
     density = "" if request.density == 1.0 else f", density {request.density:g}"
     lines = [
         f"{args.model} ({request.shape.params() / 1e9:.1f} B parameters) on {args.devices} x "
@@ -147,9 +147,8 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         "",
     ]
     best = shown[0]
-    ties = [estimate for estimate in shown[1:] if estimate.step_s < best.step_s * (1 + TIE)]
-    if ties:
-        lines.append(f"The first {len(ties) + 1} are a tie: their times differ by less than {TIE:.0%}.")
+    if result.alike > 1:
+        lines.append(f"{result.alike} grids are as good, their times within {TIE:.0%}: the simplest of them is first.")
     lines += [f"Why the first: {' '.join(explain(request, result, best))}", ""]
     lines += ["Communication of the first, s a step (exposed + hidden):"]
     lines += [
