@@ -10,7 +10,7 @@ import jax
 def step_options(platform: str, ordered: bool) -> dict[str, Any]:
     """XLA's compiler options of a training step: none but on GPUs; `ordered` if collectives run beside matmuls.
 
-    Matmuls are cuBLAS's: XLA's own kernels took 4 s to choose among and a step 1 % longer (docs/results/h100.md).
+    Matmuls are cuBLAS's: XLA's own kernels took 4 s to choose among and a step up to 1 % longer.
     Combined collectives wait for the last and end with the first of their members, so nothing is combined that the
     program did not combine itself; and many collectives may be under way at once: with a limit of 8, gathers that take
     long between nodes used all of it, and the all-reduces beside them were waited for at once.
