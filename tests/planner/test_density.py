@@ -53,7 +53,7 @@ def test_fewer_stages_and_a_faster_step(capsys):
         words = ["--model", "gpt-2.7b", "--machine", "summit", "--devices", "512", "--batch-tokens", "1Mi"]
         assert main(["plan", *words, "--density", density, "--json"]) == 0
         text = capsys.readouterr().out
-        found.append(json.loads(text)["configs"][0])
+        found.append(min(json.loads(text)["configs"], key=lambda config: config["step_s"]))
     dense, pruned = found
     assert pruned["pipe"] < dense["pipe"]
     assert pruned["step_s"] < 0.8 * dense["step_s"]
