@@ -79,8 +79,9 @@ def kernels(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
 
 
-@pytest.mark.parametrize("mask", [decayed, kernels], ids=["flatten_dict", "path[-1].key"])
-def test_masks_of_linen_select_as_in_flax(mask):
+@pytest.mark.parametrize("memory", [{}, {"offload": "optimizer"}], ids=["devices", "offload"])
+@pytest.mark.parametrize("mask", [decayed, kernels, None], ids=["flatten_dict", "path[-1].key", "all"])
+def test_masks_of_linen_select_as_in_flax(mask, memory):
     batch = models.pictures(1)[0]
     variables = models.LinenPictures().init(jax.random.key(0), batch[0])
     tx = optax.adamw(0.1, weight_decay=1.0, mask=mask)
@@ -93,7 +94,7 @@ def test_masks_of_linen_select_as_in_flax(mask):
         value, state = models.linen_loss(variables, batch)
         return 0 * value, state
 
-    trainer = ax.Trainer(variables, tx, grids.lay(GridShape()), loss=still)
+    trainer = ax.Trainer(variables, tx, grids.lay(GridShape()), loss=still, memory=ax.MemoryConfig(**memory))
     trainer.step(batch)
     before, after = (traverse_util.flatten_dict(tree["params"], sep=".") for tree in (variables, trainer.model))
     assert {name for name in before if not np.array_equal(before[name], after[name])} == want

@@ -90,11 +90,14 @@ def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.Gradie
     """
     tx = optax.with_extra_args_support(tx)
 
-    def named(node: Any) -> Any:
-        return jax.tree.map(lambda n: tree.named(n) if tree.holds(n) else n, node, is_leaf=tree.holds)
+    def named(node: Any, given: Named) -> Any:
+        def part(n: Any) -> Any:
+            return {name: value for name, value in tree.named(n).items() if name in given} if tree.holds(n) else n
+
+        return jax.tree.map(part, node, is_leaf=tree.holds)
 
     def init(params: Any) -> Any:
-        return named(tx.init(tree.made(params, first=True)))
+        return named(tx.init(tree.made(params, first=True)), params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def is_named(node: Any) -> bool:
@@ -103,6 +106,6 @@ def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.Gradie
         state = jax.tree.map(lambda node: tree.made(node) if is_named(node) else node, state, is_leaf=is_named)
         params = None if params is None else tree.made(params)
         updates, after = tx.update(tree.made(grads), state, params, **extra)
-        return named(updates), named(after)
+        return named(updates, grads), named(after, grads)
 
     return optax.GradientTransformationExtraArgs(init, update)
