@@ -92,8 +92,8 @@ def total_loss(h: jax.Array, projection: Projection, targets: jax.Array, weights
     chunk = loss_chunk(rows.shape[0], projection.columns)
     # As they vary, so must their gradients, of which nothing is reduced here.
     axes = compat.varying_axes(rows) | compat.varying_axes(projection.weight) | compat.varying_axes(targets)
-    rows, weight = mark_varying(rows, axes), mark_varying(projection.weight, axes)
-    return _chunked(rows, weight, targets, weights, chunk, projection[1:])
+    tokens = mark_varying(rows, axes), targets, weights
+    return _chunked(mark_varying(projection.weight, axes), tokens, chunk, projection[1:])
 
 
 def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -115,15 +115,8 @@ Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
 """Rows, targets and weights of some tokens."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _chunked(
-    rows: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array | None,
-    chunk: int,
-    fields: tuple[Any, ...],
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _chunked(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, ...]) -> jax.Array:
     """Sum of losses, `chunk` tokens at a time; `fields` are a projection's fields behind its weight."""
     projection = Projection(weight, *fields)
 
@@ -131,21 +124,14 @@ def _chunked(
         rows, targets, weights = part
         return total + _summed(cross_entropy(_logits(rows, projection), targets), weights), ()
 
-    return _loop(add, _zero(rows), (rows, targets, weights), chunk)[0]
+    return _loop(add, _zero(tokens[0]), tokens, chunk)[0]
 
 
 Gradients = tuple[jax.Array, jax.Array]
 """Gradients of the rows, and in float32 of the weight."""
 
 
-def _forward(
-    rows: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array | None,
-    chunk: int,
-    fields: tuple[Any, ...],
-) -> tuple[jax.Array, Gradients]:
+def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, ...]) -> tuple[jax.Array, Gradients]:
     """Return the sum of losses and its gradients."""
     projection = Projection(weight, *fields)
 
@@ -159,8 +145,8 @@ def _forward(
         d_part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (total + loss, d_weight + d_part), (d_rows,)
 
-    start = (_zero(rows), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
-    (total, d_weight), (d_rows,) = _loop(add, start, (rows, targets, weights), chunk)
+    start = (_zero(tokens[0]), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
+    (total, d_weight), (d_rows,) = _loop(add, start, tokens, chunk)
     return total, (d_rows, d_weight)
 
 
@@ -178,9 +164,9 @@ def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | N
     return loss, d_logits if weights is None else d_logits * weights[:, None]
 
 
-def _backward(chunk: int, fields: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(chunk: int, fields: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[Any, ...]:
     d_rows, d_weight = gradients
-    return (d_rows.astype(jnp.float32) * g).astype(d_rows.dtype), (d_weight * g).astype(d_rows.dtype), None, None
+    return (d_weight * g).astype(d_rows.dtype), ((d_rows.astype(jnp.float32) * g).astype(d_rows.dtype), None, None)
 
 
 _chunked.defvjp(_forward, _backward)

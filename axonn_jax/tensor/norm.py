@@ -63,7 +63,7 @@ def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: 
 
 
 class _Kept(NamedTuple):
-    """What the backward pass reads: the operands, and two float32 numbers a row."""
+    """Operands and two float32 numbers a row, which the backward pass reads."""
 
     x: jax.Array
     scale: jax.Array | None
