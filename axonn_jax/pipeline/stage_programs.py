@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.small_products import compile_traced
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import (
     Keep,
@@ -143,11 +144,11 @@ class StagePrograms:
         specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
         run = shard_mapped(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
-        compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
+        traced = jax.jit(run, donate_argnums=2, out_shardings=shardings).trace(*arguments)
         behind = self._parts[numbers[-1] + 1 :]
         later = {pair for after in behind for pair in after.taken if pair[0] <= numbers[-1]}
         reads = frozenset(self._traced.arrays[i].name for after in behind for i in after.inputs)
-        return _StageProgram(compiled, arrays, before, later, reads, adds, which_heads)
+        return _StageProgram(compile_traced(traced), arrays, before, later, reads, adds, which_heads)
 
     def _head(self, position: int) -> jax.ShapeDtypeStruct:
         if position == 0 and self._stretch.last:

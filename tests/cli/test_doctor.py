@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from launched import MPIRUN, OPEN_MPI_4, gpu_environment
 
+from axonn_jax.backend.small_products import sums_are_wrong
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.cli.doctor.checks import loopback, pinned, places, preallocated, slurm
+from axonn_jax.cli.doctor.checks import pinned, places, preallocated, slurm
 from axonn_jax.cli.doctor.mpi import mpi4jax, same_mpi, two_ranks
-from axonn_jax.cli.doctor.probes import Row, environment, installed, probe, ranges, satisfies, which
+from axonn_jax.cli.doctor.probes import Row, environment, installed, loopback, probe, ranges, satisfies, which
 from axonn_jax.distributed.network import exposed
 from axonn_jax.errors import UserError
 
@@ -60,6 +61,7 @@ def test_json_has_all_rows_and_every_trouble_a_remedy(tmp_path: Path) -> None:
     status, rows = doctor(stub=hide(tmp_path, "mpi4jax", "raise ImportError('hidden by a test')"))
     assert status == 0  # MPI is needed by nobody who stays in one process
     assert set(rows) >= ROWS
+    assert ("sums" in rows) == sums_are_wrong()
     for row in rows.values():
         assert row["status"] in ("ok", "warning", "missing")
         assert row["found"]

@@ -15,6 +15,7 @@ from axonn_jax.cli.doctor.probes import (
     Row,
     checkout,
     installed,
+    loopback,
     pip_command,
     probe,
     python,
@@ -69,6 +70,8 @@ for name in sys.argv[2:]:
     print(sys.argv[1] + json.dumps({"import": name, "note": note}), flush=True)
 import jax
 print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
+from axonn_jax.backend.small_products import sums_are_wrong
+print(sys.argv[1] + json.dumps({"sums": sums_are_wrong()}), flush=True)
 """
 _RANKS_SHOWN = 16
 _GPUS = """
@@ -93,6 +96,8 @@ def packages(timeout: float) -> Iterator[Row]:
     for name in order:
         yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
     yield devices(seen, timeout)
+    if seen.answers.get("sums"):
+        yield wrong_sums()
     if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
         yield preallocated(os.environ)
         yield pinned(os.environ)
@@ -130,6 +135,13 @@ def devices(seen: Probe, timeout: float) -> Row:
         why = f"{summary}, though nvidia-smi shows {len(names)} x {names[0]}"
         return Row("devices", "warning", why, "nothing, but runs use the CPU", fix, True)
     return Row("devices", "ok", summary, fails, "", True)
+
+
+def wrong_sums() -> Row:
+    """Return the finding on sums that XLA's CPU backend gets wrong."""
+    wrong = "XLA's sums over products of 3 numbers are wrong on CPUs, from the 32,769th on; runs compile around that"
+    fix = "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"
+    return Row("sums", "warning", wrong, "such sums in your own jax.jit programs", fix)
 
 
 def gpu_shares(timeout: float) -> Row:
@@ -245,21 +257,6 @@ def places() -> Iterator[Row]:
         shared = shutil.disk_usage("/dev/shm").free / GIB
         grow = "sudo mount -o remount,size=1G /dev/shm"
         yield _amount("/dev/shm", shared, 0.25, "GiB free", "MPI between ranks of one machine, data workers", grow)
-
-
-def loopback() -> str:
-    """Return the fault of 127.0.0.1, empty without one."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(3)
-            with socket.create_connection(server.getsockname(), 3) as client:
-                peer, _ = server.accept()
-                with peer:
-                    client.sendall(b"x")
-                    peer.settimeout(3)
-                    return "" if peer.recv(1) == b"x" else "127.0.0.1 loses data"
-    except OSError as error:
-        return f"127.0.0.1: {error}"
 
 
 def slurm(environ: Mapping[str, str]) -> Row:

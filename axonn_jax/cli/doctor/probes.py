@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -200,3 +201,18 @@ def which(program: str) -> tuple[str | None, bool]:
     on_path = shutil.which(program)
     own = shutil.which(program, path=str(Path(sys.executable).parent))
     return own or on_path, (own or on_path) == on_path
+
+
+def loopback() -> str:
+    """Return the fault of 127.0.0.1, empty without one."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(3)
+            with socket.create_connection(server.getsockname(), 3) as client:
+                peer, _ = server.accept()
+                with peer:
+                    client.sendall(b"x")
+                    peer.settimeout(3)
+                    return "" if peer.recv(1) == b"x" else "127.0.0.1 loses data"
+    except OSError as error:
+        return f"127.0.0.1: {error}"

@@ -4,7 +4,7 @@ The kernel gradient of a grouped convolution (`feature_group_count` above 1) com
 rows are split over some devices and the same on others (jaxlib 0.10.2; `jax.jit` with layouts is enough to see it).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.jaxprs import bodies, equations
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import mark_varying
@@ -83,13 +84,4 @@ def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
 
 def convolves(jaxpr: Any) -> bool:
     """True if a jaxpr, or one that it runs, has a convolution."""
-    return any(eqn.primitive.name == "conv_general_dilated" or any(map(convolves, bodies(eqn))) for eqn in jaxpr.eqns)
-
-
-def bodies(eqn: Any) -> Iterator[Any]:
-    """Return the jaxprs run by an equation."""
-    for param in eqn.params.values():
-        for each in param if isinstance(param, tuple | list) else (param,):
-            inner = getattr(each, "jaxpr", each)
-            if hasattr(inner, "eqns"):
-                yield inner
+    return any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(jaxpr))

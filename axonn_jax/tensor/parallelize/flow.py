@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.tensor.parallelize.convolution import bodies
+from axonn_jax.backend.jaxprs import bodies
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit
 
 MARK = "axonn_layer"

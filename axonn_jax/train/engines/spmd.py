@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from axonn_jax.backend.cpu_allocator import TemporariesInPlace
+from axonn_jax.backend.small_products import compile_traced, form_of, jitted
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
@@ -129,7 +130,7 @@ class SpmdEngine:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
         self._temporaries: dict[Hashable, TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
-        self._loss = jax.jit(self.program.evaluate)
+        self._loss = jitted(self.program.evaluate)
         self._forward: dict[Any, Callable[..., Any]] = {}
         self._in_flight = InFlight()
         return stack, self.offloaded.update if self.offloaded else self._step.update
@@ -167,7 +168,7 @@ class SpmdEngine:
         given, key = self.batches.shard(batch), self._step_key(self.steps_done)
         program = self._compile(given, key)
         if self.offloaded is None:
-            self._temporaries[_form(given)].wait(self._last)
+            self._temporaries[form_of(given)].wait(self._last)
         run: Callable[..., Any] = program if self.offloaded is None else partial(self.offloaded.run, program)
         self._in_step = True
         # One statement: Ctrl-C comes before all of it or after.
@@ -206,14 +207,14 @@ class SpmdEngine:
         return None if self._key is None else jax.random.fold_in(self._key, step)
 
     def _compile(self, given: Any, key: jax.Array | None) -> jax.stages.Compiled:
-        if (form := _form(given)) not in self._compiled:
+        if (form := form_of(given)) not in self._compiled:
             if self.offloaded is None:
                 traced = self._step.jitted().trace(self.train_state, given, key, self.store.frozen.arrays)
             else:
                 state = self.train_state
                 traced = self.offloaded.measured.trace(self.store.weights, state.scale, state.carried, given, key)
             self.program.check_traced(traced.jaxpr.jaxpr)
-            self._compiled[form] = traced.lower().compile()
+            self._compiled[form] = compile_traced(traced)
             self._temporaries[form] = TemporariesInPlace(self._compiled[form], self.grid.mesh)
         return self._compiled[form]
 
@@ -243,7 +244,7 @@ class SpmdEngine:
         if not ragged:
             self._settle(batch)
         if (form := (loss, ragged)) not in self._forward:
-            self._forward[form] = jax.jit(self.program.of(loss, at_once=ragged).forward)
+            self._forward[form] = jitted(self.program.of(loss, at_once=ragged).forward)
         given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
         result = self._forward[form](self._evaluated or self.store.weights, self._carried, given)
         return result.loss, result.weight, result.aux
@@ -288,9 +289,3 @@ class SpmdEngine:
 
     def close(self) -> None:
         """Do nothing: there are no threads to end."""
-
-
-def _form(given: Any) -> Hashable:
-    """Return the structure, shapes and types of a batch on the devices, for each of which there is one program."""
-    leaves, structure = jax.tree.flatten(given)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from axonn_jax.tensor.parallelize.convolution import bodies
+from axonn_jax.backend.jaxprs import bodies
 
 
 def couples_rows(jaxpr: Any, of_rows: Sequence[bool]) -> bool:

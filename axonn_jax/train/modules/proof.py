@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.small_products import compile_traced, jitted
 from axonn_jax.errors import UserError
 from axonn_jax.grid import without_mesh
 from axonn_jax.memory.forms import Weights
@@ -155,7 +156,7 @@ class Proof:
         if (form := str(jax.tree.map(jnp.shape, rest))) not in self._compiled:
             traced = jax.jit(self._run_alone).trace(jax.device_put(params, device), *rest)
             self._read(traced.jaxpr.jaxpr, batch)
-            self._compiled[form] = compiled = traced.lower().compile()
+            self._compiled[form] = compiled = compile_traced(traced)
             room = compiled.memory_analysis()
             if room is not None and room.temp_size_in_bytes > _ROOM and self._share == 1.0:
                 self._share = _ROOM / room.temp_size_in_bytes
@@ -199,7 +200,7 @@ class Proof:
         form = (way, batches.microbatches)
         if form not in self._compiled:
             layouts = {name: NamedSharding(self._mesh, spec) for name, spec in program.parts.specs.items()}
-            self._compiled[form] = jax.jit(run, out_shardings=(NamedSharding(self._mesh, P()), layouts))
+            self._compiled[form] = jitted(run, out_shardings=(NamedSharding(self._mesh, P()), layouts))
         rest = (carried, batches.shard(batch))
         return partial(at_points, lambda params: self._compiled[form](params, *rest), params, self._mesh)
 
