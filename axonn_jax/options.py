@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from fractions import Fraction
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -101,6 +102,26 @@ ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 a
 def mlp_inputs(kind: Mlp) -> int:
     """Return the number of matmuls from the residual stream into a feed-forward layer: two with a gate, else one."""
     return 2 if kind in ("swiglu", "geglu") else 1
+
+
+_BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
+
+
+def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tuple[Fraction, Fraction]:
+    """Return an amount, and half of the last digit if a unit makes the amount a rounded one.
+
+    Raises ``UserError`` for other texts than a number and one of the units.
+    """
+    match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
+    if match is None or match[3] not in units:
+        raise UserError(name, text, accepted)
+    unit = units[match[3]]
+    return Fraction(match[1]) * unit, Fraction(unit, 2 * 10 ** len(match[2] or "")) if match[3] else Fraction(0)
+
+
+def amount_of_bytes(name: str, text: str, accepted: str) -> int:
+    """Return the bytes of a text such as 36GB or 32GiB; a number alone is GB. Raises ``UserError`` for others."""
+    return int(amount(name, text, _BYTES, accepted)[0])
 
 
 _NOUNS: Mapping[Any, str] = {

@@ -2,7 +2,8 @@
 
 On the device stay the weights and the gradients. Master weights and moments are on the host, with the layout that they
 would have on the devices. While bucket k is updated, k+1 is on its way to the device and k-1 on its way back, so at
-most three are on the device. A bucket's old state is freed when the new one takes its place.
+most three are on the device. A bucket's old state is freed when the new one takes its place. Buckets for which the
+devices have room stay there.
 """
 
 from collections.abc import Callable, Collection
@@ -23,22 +24,8 @@ from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm,
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
 from axonn_jax.memory.report import StateBytes
+from axonn_jax.memory.streaming import chosen, room, settle, stays, stream
 from axonn_jax.tensor.params import Params, Specs
-
-
-def stream(states: list[Any], update: Callable[[int, Any], Any]) -> None:
-    """Replace each state, a tree in host memory, by `update(number, its copy on the devices)`; numbers stay there.
-
-    Returns early: waits only for the host's copy of a state where the devices have no room for another one.
-    """
-    arriving = transferred(states[0], "device")
-    for number in range(len(states)):
-        current = arriving
-        if number >= 2:  # its place on the device is free: room for the next
-            jax.block_until_ready(states[number - 2])
-        if number + 1 < len(states):
-            arriving = transferred(states[number + 1], "device")
-        states[number] = transferred(update(number, current), HOST)
 
 
 class OffloadedOptimizer:
@@ -46,7 +33,8 @@ class OffloadedOptimizer:
 
     The optimizer treats parameters one by one; an elementwise one cuts parameters larger than a bucket (in elements of
     a device). Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
-    other meshes have buckets of their own, so that all update them by the same program. `progress` is told of every
+    other meshes have buckets of their own, so that all update them by the same program. Buckets of at most `resident`
+    bytes a device stay on the devices; None: of `streaming.room` after the first update. `progress` is told of every
     bucket. Raises ``UserError`` where the optimizer looks at all parameters together.
     """
 
@@ -54,6 +42,7 @@ class OffloadedOptimizer:
         self,
         on_devices: DeviceOptimizer,
         *,
+        resident: int | None = 0,
         shared: Collection[str] = (),
         progress: Callable[[str], None] = lambda what: None,
     ):
@@ -86,10 +75,16 @@ class OffloadedOptimizer:
             for name in planned.names:
                 self._numbers.setdefault(name, []).append(number)
         self.programs = BucketPrograms(optimizer, mesh, precisions)
+        self._sizes = [self.programs.state_bytes(bucket) for bucket in self.buckets]
+        self._undecided, self._staying = resident is None, chosen(self._sizes, resident or 0)
 
     def bytes(self) -> StateBytes:
-        """Return the bytes of one device and its host, by formula; three further buckets of state are on the device."""
-        usual = replace(self._on_devices.bytes(), offloaded=True)
+        """Return the bytes of one device and its host, by formula; three further buckets of state are on the device.
+
+        The bytes on the host are those that travel each way in an update.
+        """
+        resident = sum(self._sizes[number] for number in self._staying)
+        usual = replace(self._on_devices.bytes(), offloaded=True, resident=resident)
         # Float32 weights are their own masters, in other forms too, whose values are taken out for an update.
         return usual if self._precisions.master_weights else replace(usual, masters=0)
 
@@ -105,7 +100,8 @@ class OffloadedOptimizer:
         states: list[Any] = []
         for number, bucket in enumerate(self.buckets):
             self._progress(f"the first optimizer state, bucket {number + 1} of {len(self.buckets)}")
-            states.append(transferred(self.programs.first(bucket, [params[name] for name in bucket.names]), HOST))
+            first = self.programs.first(bucket, [params[name] for name in bucket.names])
+            states.append(first if number in self._staying else transferred(first, HOST))
             for name in bucket.names:
                 if self._numbers[name][-1] == number:
                     value = params.pop(name)
@@ -120,7 +116,7 @@ class OffloadedOptimizer:
     ) -> tuple[ModelState, jax.Array]:
         """Return the state after an update, as `DeviceOptimizer.after`; `model` is used up.
 
-        Also returns an array that is ready when all has run. Moves every state byte to the device and back.
+        Also returns an array that is ready when all has run. Moves every state byte on the host to the device and back.
         Collectives: with ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize *
         elements` bytes a device; where the optimizer is not elementwise, its own collectives on sharded parameters.
         """
@@ -135,7 +131,7 @@ class OffloadedOptimizer:
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
-        stream(model.optimizer, update)
+        self._stream(model.optimizer, update)
         return self._state(weights, model.optimizer, self._formed(model)), done
 
     def reducing(self, model: ModelState, sums: Params, value: Any, finite: jax.Array) -> tuple[ModelState, jax.Array]:
@@ -158,7 +154,7 @@ class OffloadedOptimizer:
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
-        stream(model.optimizer, update)
+        self._stream(model.optimizer, update)
         return self._state(weights, model.optimizer, self._formed(model)), _norm(row[1], finite)
 
     def program(self, state: ModelState) -> Apply:
@@ -188,11 +184,14 @@ class OffloadedOptimizer:
         def part(bucket: Bucket) -> Any:
             def find(path: Any, _: Any) -> Any:
                 of_leaf = parts[path]
-                return of_leaf[bucket.part if len(of_leaf) > 1 else 0]
+                leaf = of_leaf[bucket.part if len(of_leaf) > 1 else 0]
+                return leaf if leaf.ndim else transferred(leaf, "device")  # each bucket uses its numbers up
 
             return tree_map_with_path(find, self.programs.abstract_state(bucket.abstract(self.mesh)))
 
-        return self._state(weights, [part(bucket) for bucket in self.buckets], self._empty(extra))
+        states = [part(bucket) for bucket in self.buckets]
+        settle(states, self._staying)
+        return self._state(weights, states, self._empty(extra))
 
     def opt_state(self, model: ModelState) -> Any:
         """Return the optax state, its arrays in host memory; an array that is cut is a `CutArray`."""
@@ -201,6 +200,16 @@ class OffloadedOptimizer:
     def masters(self, model: ModelState) -> Params:
         """The float32 weights by name, in host memory, `CutArray` where cut; weights that are float32 themselves."""
         return self._by_parameter(model)[0] if self._precisions.master_weights else self._values(model)
+
+    def _stream(self, states: list[Any], update: Callable[[int, Any], Any]) -> None:
+        """Update all states; behind the first update decide which stay on the devices, if that is undecided."""
+        self._staying = {number for number, state in enumerate(states) if stays(state)}
+        stream(states, update, self._staying)
+        if self._undecided and not self._staying:
+            jax.block_until_ready(states)
+            self._staying = chosen(self._sizes, room(self.mesh))
+            settle(states, self._staying)
+        self._undecided = False
 
     def _values(self, model: ModelState) -> Params:
         """Return the weights that are updated: of parameters in another form the trained values, in new arrays."""

@@ -188,6 +188,16 @@ class BucketPrograms:
         optimizer = jax.eval_shape(self.optimizer.init, dict(params))  # type: ignore[arg-type]
         return params if self.master_weights else {}, optimizer
 
+    def state_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of a bucket's state on one device, numbers aside."""
+        leaves = jax.tree.leaves(self.abstract_state(bucket.abstract(self.mesh)))
+        layouts = jax.tree.leaves(self._state_shardings(bucket))
+        return sum(
+            prod(layout.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf, layout in zip(leaves, layouts, strict=True)
+            if leaf.ndim
+        )
+
     def first(self, bucket: Bucket, params: list[jax.Array]) -> Any:
         """The first state, on the devices, of float32 parameters."""
 

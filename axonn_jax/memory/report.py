@@ -34,16 +34,18 @@ class StateBytes:
     offloaded: bool
     positions: int = 0
     """Positions of the kept entries of pruned parameters."""
+    resident: int = 0
+    """Bytes of offloaded masters and moments that stay on the device."""
 
     @property
     def device(self) -> int:
         """Bytes in the device's memory."""
-        return self.weights + self.positions + self.gradients + (0 if self.offloaded else self.masters + self.moments)
+        return self.weights + self.positions + self.gradients + self.masters + self.moments - self.host
 
     @property
     def host(self) -> int:
         """Bytes in the host's memory."""
-        return self.masters + self.moments if self.offloaded else 0
+        return self.masters + self.moments - self.resident if self.offloaded else 0
 
 
 def state_bytes(
@@ -127,13 +129,16 @@ def _finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
+_KINDS = ("weights", "positions", "gradients", "masters", "moments", "resident")
+
+
 def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: Any = None) -> dict[str, Any]:
     """Return the bytes of one device: planned, counted, and of the step's compiled `program` if given."""
     stats = mesh.local_devices[0].memory_stats() or {}
     analysis = None if program is None else program.memory_analysis()
     return {
         "planned": {
-            **{kind: getattr(planned, kind) for kind in ("weights", "positions", "gradients", "masters", "moments")},
+            **{kind: getattr(planned, kind) for kind in _KINDS},
             "device": planned.device,
             "host": planned.host,
         },
@@ -158,6 +163,8 @@ def lines(made: Mapping[str, Any]) -> list[str]:
     kinds = ", ".join(f"{kind} {_size(planned[kind])}" for kind in held)
     states = ", ".join(f"{kind} {_size(planned[kind])}" for kind in ("masters", "moments"))
     counted = made["counted_between_steps"]
+    if planned["resident"] and planned["host"]:
+        where = f"{where}, but {_size(planned['resident'])} of it on the device"
     text = [
         f"memory of a device: {kinds} (device); {states} ({where})",
         f"  counted between steps: {_size(counted['device'])} on the device, {_size(counted['host'])} on the host",

@@ -29,6 +29,8 @@ class StateOptions:
     """Elements that are communicated together."""
     offload: bool
     """True if optimizer state is in host memory."""
+    resident: int | None
+    """Bytes of such state that stay on each device; None: those that the first update leaves room for."""
     split: bool
     """True if masters and optimizer state are split over `data`."""
     chooser: Callable[[Specs, Mesh], FormChoice] | None = None
@@ -63,7 +65,9 @@ def stage_store(
         update = DeviceOptimizer(options.optimizer, mesh, held, trained, state_specs, *settings)
         if not options.offload:
             return unstacked(own), update
-        return unstacked(own), OffloadedOptimizer(update, shared=shared, progress=options.progress)
+        return unstacked(own), OffloadedOptimizer(
+            update, resident=options.resident, shared=shared, progress=options.progress
+        )
 
     chooser = None if options.chooser is None else options.chooser(specs, mesh)
     owned = not isinstance(model, nnx.Module)

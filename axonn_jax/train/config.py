@@ -29,6 +29,7 @@ from axonn_jax.options import (
     Seed,
     Share,
     Zero,
+    amount_of_bytes,
 )
 from axonn_jax.pruned.config import PruneConfig as PruneConfig
 
@@ -128,6 +129,9 @@ class MemoryConfig:
     """State in host memory, streamed through the device. none; optimizer: optimizer state and fp32 weights, so that the
     device holds 4 bytes a parameter (6 where gradients add up in fp32). The optimizer must treat every parameter by
     itself, as all of train.optimizer do."""
+    resident: str = "auto"
+    """Bytes of offloaded state that stay on each device, such as 28GB; the rest travels. auto: half of those that the
+    first update leaves unused; 0 on CPUs."""
     zero: Zero = 0
     """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1). 0: every replica has them."""
     activations: Activations = "none"
@@ -144,6 +148,12 @@ class MemoryConfig:
     The backward pass gathers the stream again for matmuls."""
     bucket: Count = 16_000_000
     """Elements per device in a collective: gradients and weights over grid.data; with offload also host transfers."""
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Bytes of `resident`, None for auto; raises ``UserError`` for another text."""
+        accepted = "auto, or an amount such as 28GB or 26GiB"
+        return None if self.resident == "auto" else amount_of_bytes("memory.resident", self.resident, accepted)
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,8 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
         raise UserError("tensor.scan_layers", tensor.scan_layers, "auto or no where grid.pipe is above 1")
     if pipe > 1 and memory.reshard_after != "forward":
         raise UserError("memory.reshard_after", memory.reshard_after, "forward where grid.pipe is above 1")
+    if memory.resident_bytes is not None and memory.offload == "none":
+        raise UserError("memory.resident", memory.resident, "auto where memory.offload is none")
     if memory.offload != "none" and tensor.scan_layers == "yes":
         accepted = f"auto or no where memory.offload is {memory.offload}"
         raise UserError("tensor.scan_layers", tensor.scan_layers, accepted)

@@ -165,6 +165,17 @@ def test_microbatches_that_change_what_is_learned_are_told(axes, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kept", [{}, {"zero": 1}, {"offload": "optimizer"}], ids=str)
+def test_half_precision_weights_beside_masters_are_compared(kept, capfd):
+    memory = ax.MemoryConfig(precision="bf16", **kept)
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's norms count on
+        for loss, way in ((contrastive, "whole"), (square, "parts")):
+            trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss, memory=memory)
+            trainer.step(X)
+            assert trainer.engine.program.way == way
+            assert "not compared" not in capfd.readouterr().err
+
+
 def test_a_mask_that_is_alike_in_the_first_batch_is_told(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=masked)
     trainer.step(MASKED | {"mask": np.ones(ROWS, np.float32)})

@@ -1,8 +1,6 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-import re
 from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -13,7 +11,16 @@ from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.options import Activations, Offload, PipelinePolicy, Precision, ReshardAfter, ResidualComm
+from axonn_jax.options import (
+    Activations,
+    Offload,
+    PipelinePolicy,
+    Precision,
+    ReshardAfter,
+    ResidualComm,
+    amount,
+    amount_of_bytes,
+)
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import SearchResult, search
@@ -23,7 +30,6 @@ from axonn_jax.schedule.policies import ByArrival, policy_of
 SEQUENCES = 8
 """Sequences a device of a step where no batch is given."""
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
-_BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
 _MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
 _OVERLAPS = tuple(f.name for f in fields(OverlapFlags))
 
@@ -189,7 +195,7 @@ def sequences(text: str, seq: int) -> int:
     Raises ``UserError`` where there is no whole number of sequences.
     """
     accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
-    tokens, slack = _amount("--batch-tokens", text, _TOKENS, accepted)
+    tokens, slack = amount("--batch-tokens", text, _TOKENS, accepted)
     if tokens > _MOST_SEQUENCES * seq:
         raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
     low, high = (tokens - slack) / seq, (tokens + slack) / seq
@@ -203,15 +209,6 @@ def sequences(text: str, seq: int) -> int:
     return last // step * step
 
 
-def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple[Fraction, Fraction]:
-    """Return an amount, and half of the last digit if a unit makes the amount a rounded one."""
-    match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
-    if match is None or match[3] not in units:
-        raise UserError(flag, text, accepted)
-    unit = units[match[3]]
-    return Fraction(match[1]) * unit, Fraction(unit, 2 * 10 ** len(match[2] or "")) if match[3] else Fraction(0)
-
-
 def _limit(text: str | None, request: PlanRequest) -> float:
     """Return the usable bytes of device memory, by the flag or else by `PlanRequest.memory_limit`.
 
@@ -219,14 +216,14 @@ def _limit(text: str | None, request: PlanRequest) -> float:
     """
     if text is None:
         return request.memory_limit()
-    amount, _ = _amount("--memory-limit", text, _BYTES, "an amount such as 36GB or 32GiB")
-    if amount <= 0:
+    given = amount_of_bytes("--memory-limit", text, "an amount such as 36GB or 32GiB")
+    if given <= 0:
         raise UserError("--memory-limit", text, "an amount above 0, such as 36GB")
     device = request.machine.device
-    if amount > device.memory_bytes:
+    if given > device.memory_bytes:
         accepted = f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
         raise UserError("--memory-limit", text, accepted)
-    return float(amount)
+    return float(given)
 
 
 def _switches(text: str) -> OverlapFlags:

@@ -24,9 +24,9 @@ class OffloadedStep:
     before; else all are reduced first. Raises ``UserError`` where the optimizer looks at all parameters together.
     """
 
-    def __init__(self, step: TrainStep, program: StageProgram):
+    def __init__(self, step: TrainStep, program: StageProgram, resident: int | None):
         self.step, self.program = step, program
-        self.update = OffloadedOptimizer(step.update)
+        self.update = OffloadedOptimizer(step.update, resident=resident)
         plain = step.clip == 0.0 and not step.precisions.scaled and program.token_axes == BATCH_AXES
         measured_first = program.zero or bool(program.parts.loads or program.parts.adapters)
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1

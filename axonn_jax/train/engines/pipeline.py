@@ -97,9 +97,9 @@ class PipelineEngine:
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.trained, [n for n in names[pp_rank] if n in self.parts.trained])
         prunable = prunable_of(prune, self.parts, checked.layer_list)
-        settings = (self.precisions, memory.bucket, offloads, zero, choice_of_forms(prune, prunable), self._at)
-        given = (StateOptions(optimizer, *settings), model, self._scale, prunable)
-        self._states = PipelineState(self.parts, names, grid.meshes, *given)
+        placement = (memory.bucket, offloads, memory.resident_bytes, zero)
+        options = StateOptions(optimizer, self.precisions, *placement, choice_of_forms(prune, prunable), self._at)
+        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale, prunable)
         self.stores = self._states.stores
         self._links.status.now("between steps")
 

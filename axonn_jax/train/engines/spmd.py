@@ -110,7 +110,7 @@ class SpmdEngine:
     """
 
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
-        self.grid, self.batches, self._offloads = grid, job.batches, memory.offload != "none"
+        self.grid, self.batches, self._memory = grid, job.batches, memory
         self._padding, self._build, self._carried, self._merge = job.padding, job.build, job.carried, job.merge
         self._changes = job.changes
         self._key = jax.random.key(seed) if job.draws else None
@@ -126,7 +126,8 @@ class SpmdEngine:
         """Make the programs of a step on parameters in these forms; nothing is compiled."""
         stack, self.program, self._step = self._build(forms)
         self.precisions, self.parts = self._step.precisions, stack.per_layer
-        self.offloaded = OffloadedStep(self._step, self.program) if self._offloads else None
+        offloads = self._memory.offload != "none"
+        self.offloaded = OffloadedStep(self._step, self.program, self._memory.resident_bytes) if offloads else None
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
         self._temporaries: dict[Hashable, TemporariesInPlace] = {}
         self._last: StepMetrics | None = None

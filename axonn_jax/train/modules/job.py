@@ -121,7 +121,7 @@ def loss_job(
     )
 
 
-_HONOURED = {"precision", "accumulate", "offload", "zero", "bucket"}
+_HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
 """Settings that count for any model; the others of their tables are of the package's own layers."""
 
 

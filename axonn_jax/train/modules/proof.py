@@ -30,6 +30,7 @@ _WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
 _SMALL, _ROOM = 2**30, 2**31
 """Bytes of parameters, and of temporaries, up to which one device computes the loss of all rows."""
 
+_HALVES = (jnp.bfloat16, jnp.float16)
 _FORMS = 2
 """Shapes of batches that are compared; each takes programs of its own."""
 
@@ -81,6 +82,8 @@ class Proof:
         before, self._due = self.way, 1 << step.bit_length()
         self._forms.add(form)
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
+        # Moves are smaller than the roundings of weights that are kept in half precision beside their masters.
+        dense = {name: v.astype(jnp.float32) if v.dtype in _HALVES else v for name, v in dense.items()}
         with jax.default_matmul_precision("highest"):
             lines = self._compare(dense, carried, batch)
         if lines or self.way != "parts":
