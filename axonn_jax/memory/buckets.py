@@ -42,6 +42,16 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
     return buckets
 
 
+def fitting(sizes: Sequence[int], budget: int) -> set[int]:
+    """Return the numbers of the buckets that stay on the devices, the first that fit; `sizes` are bytes a device."""
+    left, staying = budget, set[int]()
+    for number, size in enumerate(sizes):
+        if 0 < size <= left:
+            staying.add(number)
+            left -= size
+    return staying
+
+
 def in_buckets(
     leaves: Sequence[Leaf],
     capacity: int,

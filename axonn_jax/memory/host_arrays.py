@@ -1,6 +1,6 @@
 """Arrays in host memory, arrays that are kept cut or stacked, and moves between a host and its devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,6 +178,41 @@ def transferred(tree: Any, kind: str) -> Any:
         for array, sharding in zip(arrays, shardings, strict=True)
     ]
     return jax.tree.unflatten(structure, made)
+
+
+def stream(states: list[Any], update: Callable[[int, Any], Any], staying: Collection[int] = ()) -> None:
+    """Replace each state, a tree in host memory, by `update(number, its copy on the devices)`; numbers stay there.
+
+    States whose numbers are `staying` are on the devices: `update` gets them themselves. Returns early: waits only for
+    the host's copy of a state where the devices have no room for another one.
+    """
+    travelling = [number for number in range(len(states)) if number not in staying]
+    arriving = transferred(states[travelling[0]], "device") if travelling else None
+    position = 0
+    for number, state in enumerate(states):
+        if position == len(travelling) or number != travelling[position]:
+            states[number] = update(number, state)
+            continue
+        current = arriving
+        if position >= 2:  # its place on the device is free: room for the next
+            jax.block_until_ready(states[travelling[position - 2]])
+        position += 1
+        if position < len(travelling):
+            arriving = transferred(states[travelling[position]], "device")
+        states[number] = transferred(update(number, current), HOST)
+
+
+def settle(states: list[Any], staying: Collection[int]) -> None:
+    """Move the states whose numbers are `staying` to the devices, one after another."""
+    for number in sorted(staying):
+        if not stays(states[number]):
+            states[number] = jax.block_until_ready(transferred(states[number], "device"))
+
+
+def stays(state: Any) -> bool:
+    """True if all arrays of a state are on the devices; False for a state of numbers alone."""
+    kinds = {array.sharding.memory_kind for array in jax.tree.leaves(state) if array.ndim}
+    return bool(kinds) and HOST not in kinds
 
 
 def _in_memory(sharding: Any, kind: str) -> Any:

@@ -18,13 +18,13 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.distributed.gpu_limits import check_pinned
+from axonn_jax.memory.buckets import fitting
 from axonn_jax.memory.forms import Forms, Weights
-from axonn_jax.memory.host_arrays import HOST, CutArray, cut, joined, on_host, transferred
+from axonn_jax.memory.host_arrays import HOST, CutArray, cut, joined, on_host, settle, stays, stream, transferred
 from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm, plan_updates
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
-from axonn_jax.memory.report import StateBytes
-from axonn_jax.memory.streaming import chosen, room, settle, stays, stream
+from axonn_jax.memory.report import StateBytes, room
 from axonn_jax.tensor.params import Params, Specs
 
 
@@ -34,7 +34,7 @@ class OffloadedOptimizer:
     The optimizer treats parameters one by one; an elementwise one cuts parameters larger than a bucket (in elements of
     a device). Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
     other meshes have buckets of their own, so that all update them by the same program. Buckets of at most `resident`
-    bytes a device stay on the devices; None: of `streaming.room` after the first update. `progress` is told of every
+    bytes a device stay on the devices; None: of `report.room` after the first update. `progress` is told of every
     bucket. Raises ``UserError`` where the optimizer looks at all parameters together.
     """
 
@@ -76,7 +76,7 @@ class OffloadedOptimizer:
                 self._numbers.setdefault(name, []).append(number)
         self.programs = BucketPrograms(optimizer, mesh, precisions)
         self._sizes = [self.programs.state_bytes(bucket) for bucket in self.buckets]
-        self._undecided, self._staying = resident is None, chosen(self._sizes, resident or 0)
+        self._undecided, self._staying = resident is None, fitting(self._sizes, resident or 0)
 
     def bytes(self) -> StateBytes:
         """Return the bytes of one device and its host, by formula; three further buckets of state are on the device.
@@ -207,7 +207,7 @@ class OffloadedOptimizer:
         stream(states, update, self._staying)
         if self._undecided and not self._staying:
             jax.block_until_ready(states)
-            self._staying = chosen(self._sizes, room(self.mesh))
+            self._staying = fitting(self._sizes, room(self.mesh))
             settle(states, self._staying)
         self._undecided = False
 

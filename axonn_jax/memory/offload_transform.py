@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.memory.buckets import Leaf, plan_buckets
-from axonn_jax.memory.host_arrays import HOST, transferred
+from axonn_jax.memory.host_arrays import HOST, stream, transferred
 from axonn_jax.memory.optimizer_state import state_layout
 from axonn_jax.memory.optimizer_traits import check_offload
-from axonn_jax.memory.streaming import stream
 
 
 def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.memory.host_arrays import HOST, has_host_memory
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.precision import Precisions
@@ -108,6 +110,22 @@ def unused(mesh: Mesh, processes: int) -> int:
     except OSError:
         line = None
     return 0 if line is None else int(line[1]) * 1024 // (processes * jax.local_device_count())
+
+
+def room(mesh: Mesh) -> int:
+    """Return half of the bytes that no device of a mesh has ever used, the same in all its processes; 0 on CPUs.
+
+    The other half is for what comes later: an evaluation, batches of another shape, microbatches in flight. Collective
+    where processes share the mesh: a minimum of one number.
+    """
+    if computes_on_cores(mesh.devices.flat[0].platform):
+        return 0
+    half = unused(mesh, 1) // 2
+    if len({device.process_index for device in mesh.devices.flat}) == 1:
+        return half
+    layout = NamedSharding(mesh, P(mesh.axis_names))
+    given = jax.make_array_from_callback((mesh.size,), layout, lambda _: np.full(1, half >> 20, np.int32))
+    return int(jax.jit(jnp.min, out_shardings=NamedSharding(mesh, P()))(given)) << 20
 
 
 def all_finite(state: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
-from axonn_jax.backend.traits import keeps_score_gradients
+from axonn_jax.backend.traits import computes_on_cores, keeps_score_gradients
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
@@ -108,6 +108,14 @@ def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float,
 def streamed_state(bucket: float, precision: Precision) -> float:
     """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
     return _STREAMED_BUCKETS * host_state(bucket, precision, offload=True).total
+
+
+def staying_state(host: float, device: float, memory: float, platform: str) -> float:
+    """Bytes of offloaded state that a run keeps on a device of which it takes `device` of `memory` bytes.
+
+    It takes half of the memory left over (`memory.report.room`), and none on CPUs.
+    """
+    return 0.0 if computes_on_cores(platform) else min(host, max(0.0, memory - device) / 2)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Memory of a candidate on devices and hosts, rank by rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from axonn_jax.grid import GridShape
@@ -53,7 +54,13 @@ class MemoryModel:
         apart, whole = self._once_gathered(candidate, load)
         beside = (apart or (state.weights if candidate.loops else 0.0)) + whole
         buffers = beside + max(0.0, state.later - activations - gathered - beside)
-        return MemoryUse(*state[:3], activations, gathered, buffers, state.host + outside)
+        use = MemoryUse(*state[:3], activations, gathered, buffers, state.host + outside)
+        return replace(use, staying=self.staying(state.host, use.total))
+
+    def staying(self, host: float, device: float) -> float:
+        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes."""
+        machine = self.request.machine.device
+        return formulas.staying_state(host, device, machine.program_bytes, machine.platform)
 
     def _once_gathered(self, candidate: Candidate, load: Load) -> tuple[float, float]:
         """Return bytes of a microbatch's whole gradients and of their sums' other shards, if weights are gathered once

@@ -210,6 +210,9 @@ class MemoryUse:
     buffers: float
     host: float = 0.0
     """On the host, for each device; not part of the total."""
+    staying: float = 0.0
+    """Bytes of optimizer state among those on the host that a run keeps on the device, in memory left over; not part of
+    the total."""
 
     @property
     def total(self) -> float:

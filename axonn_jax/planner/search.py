@@ -279,7 +279,7 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         chosen = (replace(depth, offload=offload, zero=zero) for offload, zero in placements)
         roomy = [one for one in chosen if has_room(prices.model, one, limit)]
         if roomy:
-            fitting.append(min(roomy, key=lambda one: prices.model.once_s(one.grid, one.placement)))
+            fitting.append(min(roomy, key=prices.model.outside_s))
     if len(fitting) > 1 and fitting[0].shallow:
         del fitting[0]
     found: Estimate | None = None

@@ -188,7 +188,7 @@ def price(
                     parts = parts or model.busiest(candidate)
                     seconds = model.pipeline_s(candidate, parts) if seconds is None else seconds
                     fits = True
-                    yield Priced(seconds + model.once_s(grid, placement), device, candidate, placement)
+                    yield Priced(seconds + model.once_s(grid, placement, device), device, candidate, placement)
             if not fits:
                 break
             fastest = seconds

@@ -10,8 +10,8 @@ from memory_runs import batches, made
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.memory import offload, streaming
-from axonn_jax.memory.report import counted, lines
+from axonn_jax.memory import host_arrays, offload
+from axonn_jax.memory.report import counted, lines, room
 
 KEEP = {"precision": "bf16", "offload": "optimizer", "bucket": 1000}
 slow = pytest.mark.slow
@@ -32,14 +32,14 @@ class Moved:
 
     def __init__(self, monkeypatch):
         self.bytes = {"device": 0, "pinned_host": 0}
-        move = streaming.transferred
+        move = host_arrays.transferred
 
         def moved(tree, kind):
             for leaf in arrays(tree):
                 self.bytes[kind] += leaf.addressable_shards[0].data.nbytes
             return move(tree, kind)
 
-        monkeypatch.setattr(streaming, "transferred", moved)
+        monkeypatch.setattr(host_arrays, "transferred", moved)
 
 
 def planned_of(trainer):
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_another_budget(pipe, tmp_path):
         trainer.close()
 
 
-@pytest.mark.parametrize("pipe", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=slow)])
 def test_auto_is_decided_after_the_first_update(pipe, monkeypatch):
     monkeypatch.setattr(offload, "room", lambda mesh: 60_000)
     trainer = made(GridShape(pipe=pipe), **KEEP)
@@ -127,7 +127,7 @@ def test_auto_is_decided_after_the_first_update(pipe, monkeypatch):
 
 
 def test_no_room_is_taken_on_cpus():
-    assert streaming.room(grids.lay(GridShape(data=2)).mesh) == 0
+    assert room(grids.lay(GridShape(data=2)).mesh) == 0
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def test_offload_and_zero_move_the_optimizers_state():
     assert offload.memory.host == pytest.approx(12 * local)
     assert zero.memory.optimizer == pytest.approx(12 * local / 8)
     assert offload.update_s > plain.update_s > zero.update_s
+    left = JOB.machine.device.program_bytes - offload.memory.total
+    assert offload.memory.staying == pytest.approx(left / 2)  # what a run keeps on the device
+    travels = offload.memory.host - offload.memory.staying
+    assert offload.update_s == pytest.approx(travels / JOB.machine.host.bytes_per_s)
+    alone = Candidate(GridShape(data=2, z=8), 4, "full", offload=True)
+    assert model.estimate(alone).memory.staying == model.estimate(alone).memory.host  # all of it has room
+    on_device = model.estimate(replace(alone, offload=False)).update_s
+    assert model.estimate(alone).update_s == pytest.approx(on_device)
     # fp32 gradients scattered and bf16 weights gathered: (4 + 2) of 2 x 4 bytes.
     assert zero.exposed["data"] == pytest.approx(0.75 * plain.exposed["data"])
 

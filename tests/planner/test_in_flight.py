@@ -48,7 +48,7 @@ def test_the_answer_is_the_whole_simulations_and_the_closed_form_near_it(pipe, m
     for depth in (pipe, 0, 2 * pipe):
         choice = Candidate(GridShape(pipe=pipe), microbatches, activations, in_flight=depth)
         whole = simulated_whole(model, choice)
-        once, closed = model.once_s(choice.grid, choice.placement), model.estimate(choice)
+        once, closed = model.once_s(choice.grid, choice.placement, 0.0), model.estimate(choice)
         assert Prices(model).price(choice).step_s - once == pytest.approx(whole, rel=0.005)
         assert closed.step_s - once == pytest.approx(whole, rel=0.1)
 

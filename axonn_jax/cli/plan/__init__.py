@@ -156,12 +156,13 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         for axis, seconds in best.comm_s.items()
         if seconds > 0
     ] or ["  none"]
-    memory = {name: size for name, size in asdict(best.memory).items() if name != "host"}
+    memory = {name: size for name, size in asdict(best.memory).items() if name not in ("host", "staying")}
     lines.append(
         "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     )
     if best.memory.host:
-        lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process")
+        stays = f", of which {best.memory.staying / 1e9:.1f} GB stay on the device" if best.memory.staying else ""
+        lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process{stays}")
     if best.memory.host > XLAS_OWN * GIB:
         lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
     lines += _explained(request, best) if args.explain else []

@@ -131,16 +131,14 @@ class Compute:
             3 * logits,
         )
 
-    def update(self, params: float, optimizer_params: float, gradient_item: int, offload: bool) -> float:
+    def update(self, params: float, optimizer_params: float, gradient_item: int, travelling: float) -> float:
         """Seconds of the optimizer's step over the parameters that a device holds.
 
-        Gradients are read, master weights and moments read and written, weights written. With offload the latter come
-        from the host and go back, both ways at once.
+        Gradients are read, master weights and moments read and written, weights written. A share of masters and
+        moments, `travelling`, comes from the host and goes back, both ways at once.
         """
         states = 2 * 3 * 4 * optimizer_params
         device = self.machine.device
         rate = device.update_bytes_per_s or device.memory_bytes_per_s
         on_device = (params * (gradient_item + self.item) + states) / rate
-        if not offload:
-            return on_device
-        return max(on_device, states / 2 / self.machine.host.bytes_per_s)
+        return max(on_device, travelling * states / 2 / self.machine.host.bytes_per_s)

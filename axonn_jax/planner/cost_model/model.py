@@ -94,19 +94,23 @@ class CostModel:
         wait, messages = self._waits(candidate, parts)
         return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(candidate, parts))
 
-    def once_s(self, grid: GridShape, placement: StatePlacement) -> float:
-        """Return the seconds after the last microbatch of a step: reductions and the optimizer."""
+    def once_s(self, grid: GridShape, placement: StatePlacement, device: float) -> float:
+        """Return the seconds after the last microbatch of a step: reductions and the optimizer.
+
+        `device` are the bytes that the candidate takes of a device, beside which offloaded state may stay.
+        """
         of_grid = self._once.setdefault(grid, {})
         if placement not in of_grid:
             load = self._largest(grid)
-            of_grid[placement] = sum(seconds for _, seconds in self._reduced(grid, load, placement[1]))
-            of_grid[placement] += self._update(grid, load, placement)
-        return of_grid[placement]
+            reduced = sum(seconds for _, seconds in self._reduced(grid, load, placement[1]))
+            of_grid[placement] = reduced + (0.0 if placement[0] else self._update(grid, load, placement, device))
+        moved = self._update(grid, self._largest(grid), placement, device) if placement[0] else 0.0
+        return of_grid[placement] + moved
 
     def outside_s(self, candidate: Candidate) -> float:
         """Return the seconds of a step outside the passes of its microbatches: done once, or shared by all of them."""
         shared = sum(seconds for _, seconds in self._once_for_all(candidate, self.busiest(candidate)))
-        return shared + self.once_s(candidate.grid, candidate.placement)
+        return shared + self.once_s(candidate.grid, candidate.placement, self.footprint.memory(candidate).total)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time, its parts, and memory of a candidate.
@@ -126,6 +130,7 @@ class CostModel:
                 for axis, seconds in found.items():
                     add(sums, axis, count * candidate.microbatches * seconds)
         wait, messages = self._waits(candidate, parts)
+        memory = self.footprint.memory(candidate)
         if candidate.grid.pipe > 1:
             add(exposed, "pipe", messages)
         for axis, seconds in (
@@ -135,11 +140,11 @@ class CostModel:
             add(exposed, axis, seconds)
         return Estimate(
             candidate,
-            step_s := self.pipeline_s(candidate) + self.once_s(candidate.grid, placement),
+            step_s := self.pipeline_s(candidate) + self.once_s(candidate.grid, placement, memory.total),
             compute_s=candidate.microbatches * sum(count * times.compute for _, count, times in parts),
-            update_s=self._update(candidate.grid, load, placement),
+            update_s=self._update(candidate.grid, load, placement, memory.total),
             bubble=wait / step_s,
-            memory=self.footprint.memory(candidate),
+            memory=memory,
             exposed=exposed,
             hidden=hidden,
         )
@@ -251,10 +256,13 @@ class CostModel:
         for part, line in self.traffic.updates(grid):
             yield line.axis, counts[part] * line.fixed * (share if line.axis in REPLICA_AXES else 1.0)
 
-    def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
-        (offload, zero), (dense, experts) = placement, self.footprint.ranks.trained(grid, load)
-        own = dense / grid.replicas + experts / grid.data if zero else dense + experts
-        return self.compute.update(dense + experts, own, self.request.gradient_item, offload)
+    def _update(self, grid: GridShape, load: Load, placement: StatePlacement, device: float) -> float:
+        (dense, experts), host = self.footprint.ranks.trained(grid, load), 0.0
+        own = dense / grid.replicas + experts / grid.data if placement[1] else dense + experts
+        if placement[0]:
+            host = self.footprint.ranks.state(grid, load, placement).host
+        travelling = (1 - self.footprint.staying(host, device) / host) if host else 0.0
+        return self.compute.update(dense + experts, own, self.request.gradient_item, travelling)
 
 
 @cache

@@ -232,10 +232,11 @@ class Check:
                     Row("offload", group[0]["name"], "skipped", f"no time left (--minutes {self.given.minutes:g})")
                 )
         found = {row.name: row.figures for row in self.rows if row.section == "offload" and row.status == "ok"}
-        if "state on the device" in found and "state on the host" in found:
-            ratio = found["state on the host"]["step_s"] / found["state on the device"]["step_s"]
-            note = f"step time with the state on the host over on the device: {ratio:.3f} (goal: at most 1.10)"
-            self.add(Row("offload", "host over device", "ok", note, {"ratio": ratio, "step_s": None}))
+        for name in ("state on the host", "state with room on the device"):
+            if name in found and "state on the device" in found:
+                ratio = found[name]["step_s"] / found["state on the device"]["step_s"]
+                note = f"step time over that with all of it on the device: {ratio:.3f} (goal: at most 1.10)"
+                self.add(Row("offload", f"{name}, ratio", "ok", note, {"ratio": ratio, "step_s": None}))
 
     def _too_large(self, config: TrainConfig) -> bool:
         refused = {row.name for row in self.rows if row.section == "training" and row.status == "does not fit"}

@@ -68,11 +68,13 @@ def train_plan(microbatches: list[int], policies: list[str]) -> list[TrainConfig
 
 
 def offload_plan(rows: int) -> list[dict[str, Any]]:
-    """State on the device, on the host, there with gradients that add up in bf16, there with activations too."""
-    host = {"offload": "optimizer"}
+    """State on the device, on the host, there but for what has room on the device, and with bf16 sums or activations on
+    the host."""
+    host = {"offload": "optimizer", "resident": "0"}
     ways = {
         "state on the device": {},
         "state on the host": host,
+        "state with room on the device": host | {"resident": "auto"},
         "state on the host, bf16 sums": host | {"accumulate": "compute"},
         "activations on the host too": host | {"activations": "offload"},
     }
