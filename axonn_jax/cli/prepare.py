@@ -61,8 +61,8 @@ class Prepare:
     node_modules, virtual environments and tool caches below SOURCE."""
 
     instructions: bool = False
-    """Read conversations, an object a line: {"messages": [{"role", "content"}]}, {"prompt", "completion"} or
-    {"instruction", "input", "output"}. Needs --tokenizer and --seq-len."""
+    """Read conversations, an object a line: {"messages": [{"role", "content"}]}, {"conversations": [{"from",
+    "value"}]}, {"prompt", "completion"} or {"instruction", "input", "output"}. Needs --tokenizer and --seq-len."""
 
     template: Annotated[str | None, Arg(default="alpaca")] = None
     """Text of a conversation: alpaca (as HPC-Coder-V2), chat (the tokenizer's own template) or a FILE.jinja like it."""
@@ -78,6 +78,9 @@ class Prepare:
 
     mix: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """One more file, as FILE:WEIGHT; repeatable. Its conversations count WEIGHT times, a share of them below 1."""
+
+    skip_bad: bool = False
+    """Leave rows of no use out, count them, and show the first five; by default the first ends the command."""
 
     holdout: float = 0.05
     """The share of the documents to hold out for evaluation, chosen by a hash of text and seed; at least one document.
@@ -133,7 +136,7 @@ def run(args: Prepare) -> int:
 
 def _check_kind(args: Prepare) -> None:
     """Raise ``UserError`` for a flag of the other kind of data, or one that is missing."""
-    of_rows = {"template": None, "seq_len": None, "loss": None, "too_long": None, "mix": ()}
+    of_rows = {"template": None, "seq_len": None, "loss": None, "too_long": None, "mix": (), "skip_bad": False}
     of_text = {"vocab": None, "field": "text", "include": (), "exclude": ()}
     for name, default in (of_text if args.instructions else of_rows).items():
         if (value := getattr(args, name)) != default:
@@ -154,7 +157,13 @@ def _instructions(args: Prepare) -> int:
     assert args.seq_len is not None
     began = time.perf_counter()
     options = InstructionOptions(
-        args.seq_len, args.template or "alpaca", args.loss or "response", args.too_long or "drop", args.mix, args.bos
+        args.seq_len,
+        args.template or "alpaca",
+        args.loss or "response",
+        args.too_long or "drop",
+        args.mix,
+        args.bos,
+        args.skip_bad,
     )
     with terminated(), Ticker("reading") as ticker:
         manifest, notes = prepare_instructions(

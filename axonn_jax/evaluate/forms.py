@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from axonn_jax.data.instructions.chat import ChatTemplate
+from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.evaluate.cut import body_of, cut
 from axonn_jax.evaluate.suite import TemplateName
@@ -67,7 +68,7 @@ class Asked:
         user = {"role": "user", "content": request}
         if self._template is not None:
             return self._template.text([user])
-        return Alpaca().passages([user, {"role": "assistant", "content": ""}], marked=False)[0].text
+        return Alpaca().passages(Conversation([user, {"role": "assistant", "content": ""}]), ())[0].text
 
     def ended(self, text: str) -> bool:
         """Return True behind a block of code."""

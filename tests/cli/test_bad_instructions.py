@@ -65,8 +65,8 @@ FLAGS = {
     "a template": ([*NEEDED, "--template", "alpacca"], "alpaca, chat or FILE.jinja; did you mean 'alpaca'?"),
     "no file": ([*NEEDED, "--template", "none.jinja"], "--template = 'none.jinja': a file in jinja that can be"),
     "no jinja": ([*NEEDED, "--template", "bad.jinja"], "--template = 'bad.jinja': a template in jinja; "),
-    "no place": ([*NEEDED, "--template", "deaf.jinja"], "with a place for the response; at data.jsonl, line 1"),
-    "no turns": ([*NEEDED, "--template", "first.jinja"], "the text of earlier turns as it is; or --loss all; at"),
+    "no place": ([*NEEDED, "--template", "deaf.jinja"], "a place for the response; or --loss all; at data.jsonl, line"),
+    "no turns": ([*NEEDED, "--template", "first.jinja"], "in whose text each answer can be found; or --loss all; at"),
     "no access": ([*NEEDED, "--template", "evil.jinja"], "data.jsonl, line 1': what the chat template takes; "),
     "no chat": (["--tokenizer", "plain", "--seq-len", "64", "--template", "chat"], "'plain' has none"),
     "a loss": ([*NEEDED, "--loss", "answers"], "--loss = 'answers': one of response, all"),
@@ -88,7 +88,8 @@ def test_flags(data, refused, prepared, case):
     (data / "bare").symlink_to(prepared)
     (data / "bad.jinja").write_text("{% for %}")
     (data / "deaf.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    (data / "first.jinja").write_text("{% for m in messages %}{{ m.content }}{{ loop.length }}{% endfor %}")
+    length = "{{ messages | map(attribute='content') | join | length }}"
+    (data / "first.jinja").write_text(f"{length}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}")
     (data / "evil.jinja").write_text("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
     flags, *says = FLAGS[case]
     refuse(refused, flags, *says)

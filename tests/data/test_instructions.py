@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.pack import WINDOW, MarkedTokens, Packer, first_fit
-from axonn_jax.data.instructions.schemas import messages_of
+from axonn_jax.data.instructions.schemas import Conversation, conversation_of
 from axonn_jax.data.instructions.templates import Alpaca, template_of
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import Loader, TokenSamples
@@ -57,11 +57,11 @@ def documents(words):
     ]
 
 
-def all_documents(manifest):
+def all_documents(manifest, seq=SEQ):
     """Every document of both splits but padding, as its ids, and what counts in it."""
     found = []
     for split in ("train", "valid"):
-        samples = TokenSamples(manifest.path, split, SEQ, verify=True)
+        samples = TokenSamples(manifest.path, split, seq, verify=True)
         for row in range(len(samples)):
             found += [(tuple(ids), tuple(marks)) for ids, marks in documents(samples[row]) if any(marks)]
     return found
@@ -150,7 +150,7 @@ def test_a_chat_is_what_transformers_makes_of_it(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     template = template_of("chat", folder)
     assert template.special
-    (document,) = marked(tokenizer, [template.passages(TALK, marked=True)], [tokenizer.token_to_id("<s>")], 0)
+    (document,) = marked(tokenizer, [template.passages(Conversation(TALK), [1, 3])], [tokenizer.token_to_id("<s>")], 0)
     assert document.ids.tolist() == want["input_ids"]  # with one <s>, though --bos asks for one and the template has it
     assert document.counts.astype(int).tolist() == want["assistant_masks"]
 
@@ -161,9 +161,9 @@ def test_marks_are_exact_at_the_boundary(tmp_path, kind, answer):
     """A token counts if the text up to its end is longer than the question: compared with decoding, not offsets."""
     tokenizer = Tokenizer.from_file(str(instruction_data.tokenizer(tmp_path / "t", **kind) / "tokenizer.json"))
     messages = [{"role": "user", "content": "int"}, {"role": "assistant", "content": answer}]
-    (passage,) = Alpaca().passages(messages, marked=True)
+    (passage,) = Alpaca().passages(Conversation(messages), [1])
     (document,) = marked(tokenizer, [[passage]], [], 3)
-    (begin, end), ids = passage.answers[0], document.ids.tolist()
+    (begin, end), ids = passage.marked[0], document.ids.tolist()
     assert (passage.text[begin:end], ids[-1], document.counts[-1]) == (answer, 3, True)
     if "spaces" in kind:
         prefix = [tokenizer.decode(ids[: at + 1]).encode() for at in range(len(ids) - 1)]
@@ -190,12 +190,12 @@ def test_a_file_is_a_template_and_need_not_open_answers(folder, tmp_path):
         "{% endfor %}"
     )
     template = template_of(str(tmp_path / "own.jinja"), folder)
-    (passage,) = template.passages(TALK, marked=True)
-    answers = [passage.text[begin:end] for begin, end in passage.answers]
+    (passage,) = template.passages(Conversation(TALK), [1, 3])
+    answers = [passage.text[begin:end] for begin, end in passage.marked]
     assert answers == [f"{TALK[at]['content'].strip()}<|endoftext|>\n" for at in (1, 3)]
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "s"}]  # as in "assistant", "</s>"
-    (passage,) = template.passages(short, marked=True)
-    assert [passage.text[begin:end] for begin, end in passage.answers] == ["s<|endoftext|>\n"]
+    (passage,) = template.passages(Conversation(short), [1])
+    assert [passage.text[begin:end] for begin, end in passage.marked] == ["s<|endoftext|>\n"]
 
 
 FORMS = {  # as of models that many use: the text of a conversation with an answer between the marks
@@ -231,10 +231,10 @@ def test_answers_of_templates_in_use(tmp_path, form):
     source, want = FORMS[form]
     folder = instruction_data.tokenizer(tmp_path / "t", template=[{"name": "default", "template": source}])
     talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "asbt", strict=True)]
-    (passage,) = template_of("chat", folder).passages(talk, marked=True)
+    (passage,) = template_of("chat", folder).passages(Conversation(talk), [1, 3])
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert passage.text == theirs.apply_chat_template(talk, tokenize=False) == want.replace("{", "").replace("}", "")
-    marks = {place for begin, end in passage.answers for place in range(begin, end)}
+    marks = {place for begin, end in passage.marked for place in range(begin, end)}
     clean = [(letter, inside) for letter, inside in zip(want, inside_of(want), strict=True) if letter not in "{}"]
     assert marks == {place for place, (_, inside) in enumerate(clean) if inside}
 
@@ -256,11 +256,102 @@ def inside_of(text):
     ],
 )
 def test_schemas(row, want):
-    messages, used = messages_of(row)
-    assert [(message["role"], message["content"]) for message in messages] == want
+    conversation, used = conversation_of(row)
+    assert [(message["role"], message["content"]) for message in conversation.messages] == want
     assert used == row.keys() - {"id"} - ({"input"} if "completion" in row else set()) - (
         {"prompt"} if "messages" in row else set()
     )
+
+
+def answers(row, template=None):
+    """Texts of the answers that count."""
+    conversation, _ = conversation_of(row)
+    passages = (template or Alpaca()).passages(conversation, conversation.trained)
+    return [passage.text[begin:end] for passage in passages for begin, end in passage.marked]
+
+
+@pytest.mark.parametrize(
+    ("row", "want"),
+    [
+        ({"messages": [TALK[0], TALK[1] | {"weight": 0}, TALK[2], TALK[3] | {"weight": 1}]}, ["its token\n"]),
+        ({"messages": [TALK[0], TALK[1], TALK[2], TALK[3] | {"train": False}]}, [TALK[1]["content"]]),
+        ({"messages": [TALK[0] | {"loss_mask": 0}, TALK[1] | {"loss_mask": 0}, *TALK[2:]]}, ["its token\n"]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, ["a"]),
+        ({"prompt": TALK[:3], "completion": TALK[3:]}, ["its token\n"]),
+        ({"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}]}, ["aa"]),
+        ({"messages": [TALK[0] | {"input": "i", "instruction": "x"}, TALK[1]]}, [TALK[1]["content"]]),
+    ],
+)
+def test_marks_of_messages_and_schemas_of_others(folder, row, want):
+    assert answers(row) == want
+    chat = [text.removesuffix("<|im_end|>\n") for text in answers(row, template_of("chat", folder))]
+    assert chat == want
+
+
+@pytest.mark.parametrize("loss", ["response", "all"])
+def test_tokens_of_a_turn_that_is_left_out_do_not_count(folder, tmp_path, loss):
+    talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *talk[1:]]} for n in range(8)]
+    source = instruction_data.write(tmp_path / "data.jsonl", rows)
+    options = InstructionOptions(128, loss=loss)
+    manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    for ids, marks in all_documents(manifest, 128):
+        text = tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark])
+        assert "return" not in text
+        assert ("mesh" in text) == (loss == "all")
+        assert "its token" in text
+        assert [marks[at] for at, token in enumerate(ids) if token == end] == [False, True]
+
+
+def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):
+    own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own)
+    asked = {"role": "user", "content": "the grid", "name": "x"}
+    talk = [asked, {"role": "assistant", "content": "mesh", "reasoning_content": "because", "tool_calls": [{"f": 1}]}]
+    rows = [{"id": n, "messages": [asked | {"content": f"the {n}"}, *talk[1:]]} for n in range(8)]
+    source = instruction_data.write(tmp_path / "data.jsonl", rows)
+    for template, listed in (
+        (str(tmp_path / "own.jinja"), ["id", "name of messages", "tool_calls of messages"]),
+        ("alpaca", ["id", "name of messages", "reasoning_content of messages", "tool_calls of messages"]),
+    ):
+        options = InstructionOptions(96, template=template)
+        _, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3, force=True)
+        assert notes[0] == f"keys not read: {', '.join(f'{key} (8 rows)' for key in listed)}"
+
+
+def test_bad_rows_are_left_out_and_named(folder, tmp_path):
+    lines = [json.dumps({"prompt": f"the {n}", "completion": "grid"}) for n in range(20)]
+    bad = ['{"prompt": 1}', "[]", '{"prompt": "x", "completion": "\\ud800"}', '{"messages": [{"role": "\\udc00"}]}']
+    asked = '{"messages": [{"role": "user", "content": "x"}, '
+    bad += [asked + '{"role": "assistant", "content": "y", "weight": 0.5}]}'] * 2
+    bad += [asked + '{"role": "user", "content": "y"}]}']
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join([*lines, *bad, ""]).encode())
+    options = InstructionOptions(96, skip_bad=True)
+    manifest, notes = prepare_instructions(
+        tmp_path / "data.jsonl", tmp_path / "out", options, tokenizer=folder, holdout=0.2
+    )
+    assert manifest.skipped["bad"] == 7
+    assert sum(split.documents for split in manifest.splits.values()) == 20
+    at = notes.index("rows of no use: 7 left out")
+    assert [note.partition(": ")[0].rpartition(", ")[2] for note in notes[at + 1 : at + 6]] == [
+        f"line {number}" for number in range(21, 26)
+    ]
+    assert "text that UTF-8 can express" in notes[at + 3]
+    assert "0, 1, false or true as the 'weight' of a message; this is 0.5" in notes[at + 5]
+
+
+def test_conversations_whose_answers_do_not_show_are_counted(folder, tmp_path):
+    own = "{{ (messages | map(attribute='content') | join | length) if messages | length > 2 }}"
+    own += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own)
+    rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *TALK[1 : 2 + 2 * (n % 4 == 0)]]} for n in range(16)]
+    source = instruction_data.write(tmp_path / "data.jsonl", rows)
+    options = InstructionOptions(96, template=str(tmp_path / "own.jinja"))
+    manifest, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    assert manifest.skipped["unmarked"] == 4
+    assert "conversations whose answers the template's text does not show: 4 left out" in notes
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))

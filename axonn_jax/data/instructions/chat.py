@@ -23,13 +23,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], field: str, value: object):
-        self.source, self._tokens = source, dict(tokens)
+        self.source, self._tokens, self._spans = source, dict(tokens), _Spans()
         try:
             from jinja2 import TemplateError
         except ImportError:
             raise UserError(field, value, "an installation with jinja2: pip install 'axonn_jax[hf]'") from None
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(self._spans).from_string(source)
         except (TemplateError, RecursionError) as error:
             raise UserError(field, value, f"a template in jinja; {_line(error)}") from None
 
@@ -52,11 +52,21 @@ class ChatTemplate:
             raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has none")
         return cls(source, special_tokens(directory, field, value), field, value)
 
-    def text(self, messages: Any, *, answers: bool = True) -> str:
-        """Return the text of a conversation, by itself up to where the model answers.
+    @property
+    def tagged(self) -> bool:
+        """True if the template marks answers by `{% generation %}`."""
+        return self._spans.tagged
+
+    def text(self, messages: Any, tools: Any = None, *, answers: bool = True) -> str:
+        """Return the text of a conversation, by itself up to where the model answers."""
+        return self.spans(messages, tools, answers=answers)[0]
+
+    def spans(self, messages: Any, tools: Any = None, *, answers: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the characters that the template marks as answers.
 
         Args:
             messages: A list of objects with `role` and `content`, as for the template.
+            tools: Descriptions of tools, as for the template.
             answers: True if the text ends where an answer begins.
 
         Raises:
@@ -67,11 +77,32 @@ class ChatTemplate:
             raise UserError(
                 "messages", str(messages)[:80], 'a list of objects such as {"role": "user", "content": "hi"}'
             )
-        given = {**self._tokens, "messages": messages, "tools": None, "documents": None}
+        given = {**self._tokens, "messages": messages, "tools": tools, "documents": None}
+        pieces = self._spans.begin()
         try:
-            return self._template.render(**given, add_generation_prompt=answers)
+            for piece in self._template.generate(**given, add_generation_prompt=answers):
+                pieces.append(piece)
         except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
+        return "".join(pieces), self._spans.marked
+
+
+class _Spans:
+    """Characters between the tags of answers, in the text that a template is writing."""
+
+    def __init__(self) -> None:
+        self.tagged = False
+        self.begin()
+
+    def begin(self) -> list[str]:
+        """Begin a text; return the list of its pieces, to be filled."""
+        self._pieces, self.marked = list[str](), list[tuple[int, int]]()
+        return self._pieces
+
+    def mark(self, text: str) -> None:
+        """Mark a text that is written next."""
+        first = sum(map(len, self._pieces))
+        self.marked.append((first, first + len(text)))
 
 
 def special_tokens(directory: Path, field: str, value: object) -> dict[str, str]:
@@ -100,22 +131,28 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _environment() -> Any:
+def _environment(spans: _Spans) -> Any:
     """Return jinja's sandbox with the names that transformers gives a chat template."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """The tags around answers, which mark nothing here: the text around each answer does."""
+        """The tags around answers, as transformers reads them."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            spans.tagged, line = True, next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            text: str = caller()
+            spans.mark(text)
+            return text
 
     class Names(Namespace):
         """Namespace without a way to the interpreter's own attributes."""

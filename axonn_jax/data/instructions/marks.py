@@ -28,11 +28,11 @@ def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end
     ids, counts, size = list[int](), list[NDArray[np.bool_]](), 0
     for passage, encoding in passages:
         ids += encoding.ids
-        counts.append(_answers(encoding.offsets, passage.answers))
+        counts.append(_answers(encoding.offsets, passage.marked))
         size += len(passage.text.encode())
         if passage.ended:
             ids.append(end)
-            counts.append(np.ones(1, bool))
+            counts.append(np.full(1, len(passage.marked) > 0))
     if ids[: len(begin)] != [*begin]:
         ids = [*begin, *ids]
         counts = [np.zeros(len(begin), bool), *counts]

@@ -1,15 +1,14 @@
 """Mix of files of conversations, each with a weight."""
 
 import hashlib
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from axonn_jax.data.holdout import Holdout
-from axonn_jax.data.instructions.schemas import Messages, conversations
+from axonn_jax.data.instructions.schemas import Conversation, conversations
 from axonn_jax.data.prompts import file_line
 from axonn_jax.data.read import Document
 from axonn_jax.errors import UserError
@@ -24,25 +23,47 @@ class MixedRow(NamedTuple):
     """Argument that named the file."""
     line: str
     weight: float
-    messages: Messages
+    conversation: Conversation
     document: Document
 
 
 class Mix:
-    """Files of conversations, each with a weight."""
+    """Files of conversations, each with a weight.
 
-    def __init__(self, source: Path, mix: Sequence[str], seed: int):
+    Args:
+        source: First file.
+        mix: More files with weights, each as FILE:WEIGHT.
+        seed: Seed of the rows that a share takes.
+        takes: Function of a message's key that is true if the template reads it.
+        skip_bad: True if rows of no use are left out and kept in `bad`; else the first raises its ``UserError``.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        mix: Sequence[str],
+        seed: int,
+        takes: Callable[[str], bool] = lambda key: False,
+        *,
+        skip_bad: bool = False,
+    ):
         self.files = [(source, "SOURCE", 1.0), *map(_weighted, mix)]
-        self.unused = Counter[str]()
+        self.unused, self.bad = Counter[str](), dict[str, UserError]()
+        self._takes, self._skip_bad = takes, skip_bad
         self._seed = f"{seed} mix\0".encode()
 
     def rows(self, turn: int = 0) -> Iterator[MixedRow]:
         """Yield the rows of the files whose weight is above `turn`."""
         for path, field, weight in self.files:
             if weight > turn:
-                for number, messages in conversations(path, field, self.unused):
-                    document = Document.of(json.dumps(messages, ensure_ascii=False, sort_keys=True))
-                    yield MixedRow(field, file_line(path, number), weight, messages, document)
+                for number, conversation in conversations(path, field, self.unused, self._takes):
+                    if isinstance(conversation, UserError):
+                        if not self._skip_bad:
+                            raise conversation
+                        self.bad[file_line(path, number)] = conversation
+                    else:
+                        document = Document.of(conversation.text)
+                        yield MixedRow(field, file_line(path, number), weight, conversation, document)
 
     def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
         """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.

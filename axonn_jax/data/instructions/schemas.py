@@ -1,9 +1,10 @@
 """Schemas of instruction data: the rows of JSON Lines as conversations."""
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from axonn_jax.data.prompts import file_line
 from axonn_jax.data.read import UNREADABLE, open_binary
@@ -11,34 +12,81 @@ from axonn_jax.documents import parse_json
 from axonn_jax.errors import UserError, nearest
 
 Messages = list[dict[str, Any]]
-"""A conversation: objects with a role, a content and more keys, as a chat template takes them."""
+"""Objects with a role, a content and more keys, as a chat template takes them."""
 
 _QUESTIONS = ("instruction", "question", "problem")
 _ANSWERS = ("output", "response", "answer", "solution")
-_SCHEMAS = '{"messages": [...]}, {"prompt", "completion"} or {"instruction", "input", "output"}'
-_KEYS = ("messages", "prompt", "completion", *_QUESTIONS, "input", *_ANSWERS)
+_LISTS = ("messages", "conversations")
+_SCHEMAS = '{"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or {"instruction", "output"}'
+_KEYS = (*_LISTS, "prompt", "completion", *_QUESTIONS, "input", *_ANSWERS)
+_MARKS = ("weight", "train", "loss_mask")
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool"}
+"""Roles of ShareGPT's rows by other names."""
 
 
-def conversations(path: Path, field: str, unused: Counter[str]) -> Iterator[tuple[int, Messages]]:
+class Conversation(NamedTuple):
+    """Conversation to train on."""
+
+    messages: Messages
+    tools: Any = None
+    """Descriptions of tools, as a chat template takes them."""
+    untrained: frozenset[int] = frozenset()
+    """Numbers of the answers that marks leave out."""
+    asked: tuple[str, str] | None = None
+    """Instruction and input of the first message, whose content is both."""
+
+    @property
+    def trained(self) -> list[int]:
+        """Numbers of the answers to train on."""
+        roles = enumerate(message["role"] for message in self.messages)
+        return [number for number, role in roles if role == "assistant" and number not in self.untrained]
+
+    @property
+    def text(self) -> str:
+        """All of it in JSON, equal for equal conversations."""
+        first = dict(zip(("instruction", "input"), self.asked or (), strict=False))
+        parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
+        parts += [{"tools": self.tools}] * (self.tools is not None)
+        parts += [{"untrained": sorted(self.untrained)}] * bool(self.untrained)
+        return json.dumps(parts, ensure_ascii=False, sort_keys=True)
+
+
+def conversations(
+    path: Path, field: str, unused: Counter[str], takes: Callable[[str], bool]
+) -> Iterator[tuple[int, Conversation | UserError]]:
     """Yield the line's number and the conversation of every row of a file, compressed or not.
 
-    `unused` counts the keys of rows that are not read. Raises ``UserError``, which calls the file `field` and names the
-    line, for the first row of no use.
+    Of a row of no use the error that names it. `unused` counts the keys of rows that are not read, and those of
+    messages that the template does not take. Raises ``UserError``, which calls the file `field`, for one that cannot be
+    read.
     """
     if not path.is_file():  # a pipe would block, and the file is read more than once
         raise UserError(field, str(path), "a file with an object in JSON on each line")
     try:
         with open_binary(path) as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
-                    yield number, _conversation(line, path, number, field, unused)
+                    try:
+                        row = _row(line, number)
+                        conversation, used = conversation_of(row)
+                        _check(conversation)
+                    except UserError as error:
+                        yield number, UserError(field, file_line(path, number), error.accepted)
+                        continue
+                    keys = {key for message in conversation.messages for key in message} - {"role", "content"}
+                    unused.update(row.keys() - used)
+                    unused.update(f"{key} of messages" for key in keys if not takes(key))
+                    yield number, conversation
     except UserError:
         raise
     except UNREADABLE as error:
         raise UserError(field, str(path), f"a file that can be read; {error}") from None
 
 
-def _conversation(line: bytes, path: Path, number: int, field: str, unused: Counter[str]) -> Messages:
+def _row(line: bytes, number: int) -> dict[str, Any]:
+    """Return the object of a line, all of whose texts UTF-8 can express."""
     try:
         row = parse_json(line)
         if not isinstance(row, dict):
@@ -46,24 +94,25 @@ def _conversation(line: bytes, path: Path, number: int, field: str, unused: Coun
     except ValueError as error:
         array = number == 1 and line.lstrip().startswith(b"[")
         hint = "; of one array `jq -c .[]` makes lines" if array else f"; {error}"
-        raise UserError(field, file_line(path, number), f"an object in JSON{hint}") from None
+        raise UserError("row", None, f"an object in JSON{hint}") from None
     try:
-        messages, used = messages_of(row)
-        _check(messages)
-    except UserError as error:
-        raise UserError(field, file_line(path, number), error.accepted) from None
-    unused.update(row.keys() - used)
-    return messages
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
+        raise UserError("row", row, "text that UTF-8 can express") from None
+    return row
 
 
-def messages_of(row: Mapping[str, Any]) -> tuple[Messages, set[str]]:
-    """Return the conversation of a row in one of three schemas, and the keys that it is in.
+def conversation_of(row: Mapping[str, Any]) -> tuple[Conversation, set[str]]:
+    """Return the conversation of a row in one of the schemas, and the keys that it is in.
 
-    Of an instruction with an input, the user's content is both, and the message has each alone too. Raises
-    ``UserError`` for a row in none of the schemas.
+    Of an instruction with an input, the user's content is both. Of a prompt and a completion that are lists of
+    messages, those of the completion are trained. Raises ``UserError`` for a row in none of the schemas.
     """
-    if "messages" in row:
-        return _listed(row["messages"]), {"messages"}
+    tools = _tools(row.get("tools"))
+    given = {"tools"} & row.keys()
+    if listed := next((key for key in _LISTS if key in row), None):
+        messages, untrained = _listed(row[listed])
+        return Conversation(messages, tools, untrained), {listed} | given
     question = next((key for key in _QUESTIONS if key in row), None)
     answer = next((key for key in _ANSWERS if key in row), None)
     if question is None or answer is None:
@@ -78,14 +127,18 @@ def messages_of(row: Mapping[str, Any]) -> tuple[Messages, set[str]]:
         missing = "an answer" if answer is None else "a question"
         keys = ("completion", *_ANSWERS) if answer is None else ("prompt", *_QUESTIONS)
         raise UserError("row", dict(row), f"{missing} in one of {', '.join(keys)}; this row has {', '.join(row)}")
-    asked = {"role": "user", "content": _text(row, question)}
-    used = {question, answer}
-    if question != "prompt" and row.get("input"):
-        instruction, given = asked["content"], _text(row, "input")
-        asked |= {"content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
+    if isinstance(row[question], list) and isinstance(row[answer], list):
+        (before, _), (messages, untrained) = _listed(row[question]), _listed(row[answer])
+        own = {*range(len(before)), *(number + len(before) for number in untrained)}
+        return Conversation([*before, *messages], tools, frozenset(own)), {question, answer} | given
+    asked, used, content = None, {question, answer}, _text(row, question)
     if question != "prompt":
         used.add("input")
-    return [asked, {"role": "assistant", "content": _text(row, answer)}], used & row.keys()
+        if row.get("input"):
+            asked = content, _text(row, "input")
+            content = "\n\n".join(asked)
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": _text(row, answer)}]
+    return Conversation(messages, tools, asked=asked), (used & row.keys()) | given
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
@@ -94,22 +147,57 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     return str(row[key])
 
 
-def _listed(messages: Any) -> Messages:
+def _tools(tools: Any) -> Any:
+    """Return a row's tools, which may be written as JSON in a text."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = parse_json(tools.encode())
+        except ValueError as error:
+            raise UserError("row", tools, f"tools as a list of objects; {error}") from None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError("row", tools, "tools as a list of objects")
+    return tools or None
+
+
+def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
+    """Return a list's messages, their marks taken off, and the numbers of the answers that marks leave out."""
     accepted = 'messages as a list of objects such as {"role": "user", "content": "hi"}'
-    if not isinstance(messages, list) or not messages:
-        raise UserError("row", messages, accepted)
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError("row", messages, f"{accepted}: texts both")
-    return messages
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError("row", entries, accepted)
+    messages, untrained = Messages(), set[int]()
+    for number, entry in enumerate(entries):
+        message = dict(entry)
+        if "from" in message and "role" not in message:
+            message |= {"role": message.pop("from"), "content": message.pop("value", None)}
+            message["role"] = _ROLES.get(message["role"], message["role"])
+        content = message.get("content")
+        if isinstance(content, list):
+            message["content"] = content = _joined(content)
+        calls = message.get("role") == "assistant" and message.get("tool_calls")
+        if not isinstance(message.get("role"), str) or not (isinstance(content, str) or (content is None and calls)):
+            raise UserError("row", entries, f"{accepted}: texts both")
+        marks = {key: message.pop(key) for key in _MARKS if message.get(key) is not None}
+        for key, mark in marks.items():
+            if mark not in (0, 1):
+                raise UserError("row", entries, f"0, 1, false or true as the {key!r} of a message; this is {mark!r}")
+            if mark and message["role"] != "assistant":
+                raise UserError("row", entries, f"{key!r} above 0 of assistant's messages alone")
+        if not all(marks.values()):
+            untrained.add(number)
+        messages.append(message)
+    return messages, frozenset(untrained)
 
 
-def _check(messages: Messages) -> None:
-    """Raise ``UserError`` for a conversation without an answer, or of characters that are no text."""
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        raise UserError("row", messages, 'a response: a text of "assistant" or in "output" or "completion", not empty')
-    try:
-        for message in messages:
-            message["content"].encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
-        raise UserError("row", messages, "text that UTF-8 can express") from None
+def _joined(parts: list[Any]) -> str:
+    """Return the text of a content that is a list of parts."""
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise UserError("row", parts, 'parts of a content such as {"type": "text", "text": "hi"}, no others')
+    return "".join(part["text"] for part in parts)
+
+
+def _check(conversation: Conversation) -> None:
+    """Raise ``UserError`` for a conversation without an answer."""
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    if not any((message["content"] or "").strip() or message.get("tool_calls") for message in answers):
+        accepted = 'a response: a text of "assistant" or in "output" or "completion", not empty'
+        raise UserError("row", conversation.messages, accepted)

@@ -1,11 +1,13 @@
 """Templates of instruction data: a conversation as text, with the characters of its answers."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from axonn_jax.data.instructions.chat import ChatTemplate, special_tokens
-from axonn_jax.data.instructions.schemas import Messages
+from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError, nearest
 
@@ -23,10 +25,14 @@ class Passage(NamedTuple):
     """Text of a document that is encoded on its own."""
 
     text: str
-    answers: Sequence[tuple[int, int]]
-    """First character of each answer and the one behind its last."""
+    marked: Sequence[tuple[int, int]]
+    """First character of each marked answer and the one behind its last."""
     ended: bool
-    """True if the end token follows, as the last of the answer."""
+    """True if the end token follows, marked if an answer is."""
+
+
+class Unmarked(UserError):
+    """Refusal of a conversation in which a template's text does not show the answers."""
 
 
 class Template(Protocol):
@@ -37,10 +43,14 @@ class Template(Protocol):
     source: str
     """Text that the form depends on."""
 
-    def passages(self, messages: Messages, *, marked: bool) -> list[Passage]:
-        """Return the text of a conversation, with answers if `marked`.
+    def takes(self, key: str) -> bool:
+        """True if the text depends on this key of a message."""
 
-        Raises ``UserError`` for a conversation that it cannot express.
+    def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
+        """Return the text of a conversation, with marks around the answers of these numbers.
+
+        Raises ``UserError`` for a conversation that it cannot express, and `Unmarked` where answers cannot be told
+        apart.
         """
 
 
@@ -52,26 +62,32 @@ class Alpaca:
 
     special, source = False, f"{_INTRO}\n{_INTRO_INPUT}"
 
-    def passages(self, messages: Messages, *, marked: bool) -> list[Passage]:
+    def takes(self, key: str) -> bool:
+        """Return False: role and content make the text."""
+        return False
+
+    def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
         """Return a passage a turn, which the end token ends."""
-        intro, turns = None, messages
-        if messages[0]["role"] == "system":
-            intro, turns = messages[0]["content"], messages[1:]
+        intro, turns = None, conversation.messages
+        if turns[0]["role"] == "system":
+            intro, turns = turns[0]["content"], turns[1:]
         roles = [message["role"] for message in turns]
         if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
             accepted = "messages of user and assistant in turns, perhaps behind one of system; see --template chat"
             raise UserError("messages", ", ".join(roles), accepted)
-        passages = list[Passage]()
-        for asked, answered in zip(turns[::2], turns[1::2], strict=True):
-            given = asked.get("input")
+        if any(message["content"] is None for message in turns):
+            raise UserError("messages", None, "a text as the content of each message; see --template chat")
+        passages, first = list[Passage](), len(conversation.messages) - len(turns)
+        for at in range(0, len(turns), 2):
+            instruction, given = conversation.asked or (turns[at]["content"], "")
             if intro is None:
                 intro = _INTRO_INPUT if given else _INTRO
-            question = f"### Instruction:\n{asked['instruction'] if given else asked['content']}\n\n"
+            question = f"### Instruction:\n{instruction}\n\n"
             question += f"### Input:\n{given}\n\n" if given else ""
             before = f"{intro}\n\n" if not passages else "\n\n"
             before += f"{question}### Response:\n"
-            text = before + answered["content"]
-            passages.append(Passage(text, [(len(before), len(text))], True))
+            text = before + turns[at + 1]["content"]
+            passages.append(Passage(text, [(len(before), len(text))] if first + at + 1 in marked else [], True))
         return passages
 
 
@@ -83,25 +99,64 @@ class Jinja:
     def __init__(self, template: ChatTemplate):
         self._template, self.source = template, template.source
 
-    def passages(self, messages: Messages, *, marked: bool) -> list[Passage]:
-        """Return the one passage of a conversation; an answer goes from the generation prompt to the turn's end."""
-        text = self._template.text(messages, answers=False)
-        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"] if marked else []
-        return [Passage(text, [self._answer(text, messages, at) for at in turns], False)]
+    def takes(self, key: str) -> bool:
+        """True if the template has the key's name."""
+        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
-    def _answer(self, text: str, messages: Messages, at: int) -> tuple[int, int]:
-        """Return the characters of the answer that message number `at` is."""
-        before = messages[:at]
-        head = self._template.text(before) if before else ""
-        closed = self._template.text(messages[: at + 1], answers=False)
-        place = self._template.text([*before, messages[at] | {"content": _PLACE}], answers=False).rfind(_PLACE)
-        if place < 0:
-            raise UserError("--template", text[-80:], "a template with a place for the response")
-        if not (text.startswith(closed) and closed.startswith(head)):
-            accepted = "a template that leaves the text of earlier turns as it is; or --loss all"
-            raise UserError("--template", text[-80:], accepted)
-        opened = before and head != self._template.text(before, answers=False)
-        return len(head) if opened else max(place, len(head)), len(closed)
+    def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
+        """Return the one passage of a conversation; an answer goes from the generation prompt to the turn's end.
+
+        The template's own marks of answers count, where it has such.
+        """
+        talk, tools = conversation.messages, conversation.tools
+        text, spans = self._template.spans(talk, tools)
+        answers = [number for number, message in enumerate(talk) if message["role"] == "assistant"]
+        if not self._template.tagged:
+            spans = [self._answer(text, conversation, number) for number in answers if number in marked]
+        elif len(spans) == len(answers):
+            spans = [span for number, span in zip(answers, spans, strict=True) if number in marked]
+        elif {*marked} != {*answers}:
+            accepted = f"a template that marks each of {len(answers)} answers; this one marks {len(spans)}"
+            raise Unmarked("--template", text[-80:], accepted)
+        return [Passage(text, spans, False)]
+
+    def _answer(self, text: str, conversation: Conversation, at: int) -> tuple[int, int]:
+        """Return the characters of the answer that message number `at` is.
+
+        They are what the message adds to the messages before it, if the text begins so. A template that rewrites
+        earlier turns, or ends the text behind the last, shows them by its text for another content of the message.
+        """
+        talk, tools = conversation.messages, conversation.tools
+        head = self._template.text(talk[:at], tools) if at else ""
+        closed = self._template.text(talk[: at + 1], tools, answers=False)
+        if text.startswith(closed) and closed.startswith(head):
+            if at and head != self._template.text(talk[:at], tools, answers=False):
+                return len(head), len(closed)
+            place = self._parted(talk[: at + 1], tools, at)[0]
+            if closed.startswith(place):
+                return max(len(place), len(head)), len(closed)
+        (before, behind), (begin, tail) = self._parted(talk, tools, at), self._parted(talk[: at + 1], tools, at)
+        if text.startswith(before) and text.endswith(behind) and len(before) + len(behind) <= len(text):
+            return len(before), len(text) - len(behind) + len(_common(behind, tail))
+        body = _common(text[len(before) :], closed[len(begin) :])
+        if body and text.startswith(before) and closed.startswith(begin):
+            return len(before), len(before) + len(body)
+        raise Unmarked("--template", text[-80:], "a template in whose text each answer can be found; or --loss all")
+
+    def _parted(self, talk: Sequence[Any], tools: Any, at: int) -> tuple[str, str]:
+        """Return the text before and behind the content of message number `at`."""
+        changed = [*talk[:at], talk[at] | {"content": _PLACE}, *talk[at + 1 :]]
+        before, place, behind = self._template.text(changed, tools, answers=False).rpartition(_PLACE)
+        if not place:
+            raise Unmarked("--template", before[-80:], "a template with a place for the response; or --loss all")
+        return before, behind
+
+
+def _common(first: str, second: str) -> str:
+    """Return the beginning that two texts share; where both go on, without a last tag that is not closed, as `<|`."""
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    shared = first[:size]
+    return shared if shared in (first, second) else re.sub(r"[<\[][^<>\[\]\s]*$", "", shared)
 
 
 def template_of(name: str, tokenizer: Path) -> Template:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +17,7 @@ from axonn_jax.data.holdout import Holdout
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.mix import Mix, MixedRow
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
-from axonn_jax.data.instructions.templates import Template, template_of
+from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, template_of
 from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
 from axonn_jax.data.output import appearing
 from axonn_jax.data.prepare import (
@@ -35,6 +35,7 @@ from axonn_jax.errors import UserError, first_of
 from axonn_jax.options import InstructionLoss, TooLong
 
 _WORD = np.dtype("uint32")
+_SHOWN = 5
 _AT_ONCE = 512  # documents that the tokenizer encodes on all cores
 
 
@@ -54,6 +55,8 @@ class InstructionOptions:
     """More files with weights, each as FILE:WEIGHT."""
     bos: bool = False
     """True if documents begin with the tokenizer's begin token."""
+    skip_bad: bool = False
+    """True if rows of no use are left out and counted, instead of ending the preparation."""
 
 
 def prepare_instructions(
@@ -82,7 +85,7 @@ def prepare_instructions(
     if options.bos and not begin:
         raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
     check_numbers(holdout, seed, shard_tokens)
-    mix = Mix(source, options.mix, seed)
+    mix = Mix(source, options.mix, seed, template.takes, skip_bad=options.skip_bad)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(encoder.get_vocab(with_added_tokens=True).values()) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
@@ -99,12 +102,17 @@ def prepare_instructions(
             made = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
             rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in made.items()}
             done = 0
-            for split, document, characters in _encoded(encoder, begin, end, mix.divided(held), template, options):
+            unmarked = dict[str, UserError]()
+            given = _expressed(mix, mix.divided(held), template, options, unmarked)
+            for split, document, characters in _encoded(encoder, begin, end, given, options):
                 rows[split].add(document)
                 done += characters
                 report("encoding", done, size)
             splits = {name: of_split.close() for name, of_split in rows.items()}
-        left = rows["train"].left + rows["valid"].left
+        left = rows["train"].left + rows["valid"].left + Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
+        if unmarked and not any(split.tokens for split in splits.values()):
+            line, error = next(iter(unmarked.items()))
+            raise UserError("--template", options.template, f"{error.accepted}; at {line}")
         _check_filled(splits, rows, options, holdout)
         for name, raw in files.items():
             put(partial / name, raw)
@@ -133,7 +141,12 @@ def prepare_instructions(
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
         put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
-    return manifest, [*_notes(manifest, unused), *_ends(encoder, tokenizer, rows)]
+    lines = [
+        *_notes(manifest, unused),
+        *_refused("rows of no use", mix.bad),
+        *_refused("conversations whose answers the template's text does not show", unmarked),
+    ]
+    return manifest, [*lines, *_ends(encoder, tokenizer, rows)]
 
 
 class _Rows:
@@ -188,28 +201,45 @@ class _Rows:
         self._size += sum(document.size for document in row)
 
 
+def _expressed(
+    mix: Mix,
+    rows: Iterator[tuple[str, MixedRow]],
+    template: Template,
+    options: InstructionOptions,
+    unmarked: dict[str, UserError],
+) -> Iterator[tuple[str, MixedRow, list[Passage]]]:
+    """Yield rows with their splits and passages, whose marks are on answers that count, or with `all` on those that do
+    not.
+
+    `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out.
+    """
+    for split, row in rows:
+        conversation = row.conversation
+        marked = conversation.trained if options.loss == "response" else conversation.untrained
+        try:
+            yield split, row, template.passages(conversation, marked)
+        except Unmarked as error:
+            unmarked[row.line] = error
+        except UserError as error:
+            refused = UserError(row.field, row.line, error.accepted)
+            if not options.skip_bad:
+                raise refused from None
+            mix.bad[row.line] = refused
+
+
 def _encoded(
     tokenizer: Any,
     begin: Sequence[int],
     end: int,
-    rows: Iterator[tuple[str, MixedRow]],
-    template: Template,
+    rows: Iterator[tuple[str, MixedRow, list[Passage]]],
     options: InstructionOptions,
 ) -> Iterator[tuple[str, MarkedTokens, int]]:
     """Yield documents with their splits and the characters of their rows."""
-    answers = options.loss == "response"
     while batch := list(islice(rows, _AT_ONCE)):
-        passages = []
-        for _, row in batch:
-            try:
-                passages.append(template.passages(row.messages, marked=answers))
-            except UserError as error:
-                if error.field == "--template":
-                    raise UserError("--template", options.template, f"{error.accepted}; at {row.line}") from None
-                raise UserError(row.field, row.line, error.accepted) from None
-        for (split, row), document in zip(batch, marked(tokenizer, passages, begin, end), strict=True):
-            if not answers:
-                document.counts[:] = True
+        documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
+        for (split, row, _), document in zip(batch, documents, strict=True):
+            if options.loss == "all":
+                document.counts[:] = ~document.counts
             yield split, document, row.document.characters
 
 
@@ -233,8 +263,16 @@ def _notes(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
         yield f"keys not read: {first_of([f'{key} ({count:,} rows)' for key, count in sorted(unused.items())])}"
     names = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
     for kind, count in manifest.skipped.items():
-        if count:
+        if count and kind in names:
             yield f"{names[kind]}: {count:,} conversations"
+
+
+def _refused(name: str, lines: Mapping[str, UserError]) -> Iterator[str]:
+    """Yield the number of refused rows, and the first five of them with the reasons."""
+    if lines:
+        yield f"{name}: {len(lines):,} left out"
+    for line, error in islice(lines.items(), _SHOWN):
+        yield f"  {line}: {error.accepted}"
 
 
 def _ends(encoder: Any, tokenizer: Path, rows: dict[str, _Rows]) -> Iterator[str]:
