@@ -5,6 +5,7 @@ import types
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.evaluate.continuations import continuations, requests_of
 from axonn_jax.evaluate.cut import body_of, cut
@@ -58,7 +59,7 @@ def test_a_request_names_the_function_and_is_in_the_form_of_the_training_data(pr
     name = problem.signature.partition("(")[0].split()[-1]
     assert f"```\nWrite only the function {name} and no other code." in text
     user = {"role": "user", "content": text.partition("### Instruction:\n")[2].removesuffix("\n\n### Response:\n")}
-    (trained,) = Alpaca().passages([user, {"role": "assistant", "content": "ANSWER"}], marked=True)
+    (trained,) = Alpaca().passages(Conversation([user, {"role": "assistant", "content": "ANSWER"}]), [1])
     assert text + "ANSWER" == trained.text
 
 
