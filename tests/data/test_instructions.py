@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from axonn_jax.cli.main import main
+from axonn_jax.data.instructions.chat import ChatTemplate
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.pack import WINDOW, MarkedTokens, Packer, first_fit
 from axonn_jax.data.instructions.schemas import Conversation, conversation_of
@@ -303,6 +304,24 @@ def test_tokens_of_a_turn_that_is_left_out_do_not_count(folder, tmp_path, loss):
         assert ("mesh" in text) == (loss == "all")
         assert "its token" in text
         assert [marks[at] for at, token in enumerate(ids) if token == end] == [False, True]
+
+
+@pytest.mark.parametrize("template", ["alpaca", "own.jinja", "chat"])
+def test_a_model_is_asked_by_the_template_of_its_training(folder, tmp_path, template):
+    own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own + "{{ 'assistant: ' if add_generation_prompt }}")
+    source = instruction_data.write(
+        tmp_path / "data.jsonl", [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
+    )
+    name = str(tmp_path / template) if "." in template else template
+    prepare_instructions(source, tmp_path / "out", InstructionOptions(96, name), tokenizer=folder, holdout=0.3)
+    asked, form = ChatTemplate.of(tmp_path / "out", "--chat", True), template_of(name, folder)
+    for talk in (TALK, [{"role": "system", "content": "be short"}, *TALK]):
+        passages = form.passages(Conversation(talk), [len(talk) - 1])
+        end = "<|endoftext|>" if template == "alpaca" else ""
+        assert asked.text(talk, answers=False) == "".join(passage.text + end for passage in passages)
+        (begin, _), last = passages[-1].marked[0], passages[-1].text
+        assert asked.text(talk[:-1]) == "".join(passage.text + end for passage in passages[:-1]) + last[:begin]
 
 
 def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):

@@ -12,7 +12,7 @@ from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError, nearest
 
 _MOST = 1 << 20
-_PLACE = "\uf8ff"  # of private use: no template knows it
+_PLACES = [chr(code) for code in range(0xE000, 0xF900)]  # of private use: no template knows them
 _TASK = "Below is an instruction that describes a task"
 _INTRO = f"{_TASK}. Write a response that appropriately completes the request."
 _INTRO_INPUT = (
@@ -43,6 +43,9 @@ class Template(Protocol):
     source: str
     """Text that the form depends on."""
 
+    def jinja(self, end: str) -> str:
+        """Return the form as a chat template, with this text of the end token."""
+
     def takes(self, key: str) -> bool:
         """True if the text depends on this key of a message."""
 
@@ -61,6 +64,17 @@ class Alpaca:
     """
 
     special, source = False, f"{_INTRO}\n{_INTRO_INPUT}"
+
+    def jinja(self, end: str) -> str:
+        """Return a chat template of the same text."""
+        return (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + " + repr(end) + " }}"
+            "{% elif m.role == 'system' %}{{ m.content + '\n\n' }}"
+            "{% else %}{{ "
+            + repr(f"{_INTRO}\n\n")
+            + " if loop.first else '\n\n' if loop.previtem.role == 'assistant' }}"
+            "{{ '### Instruction:\n' + m.content + '\n\n### Response:\n' }}{% endif %}{% endfor %}"
+        )
 
     def takes(self, key: str) -> bool:
         """Return False: role and content make the text."""
@@ -98,6 +112,10 @@ class Jinja:
 
     def __init__(self, template: ChatTemplate):
         self._template, self.source = template, template.source
+
+    def jinja(self, end: str) -> str:
+        """Return the chat template itself."""
+        return self.source
 
     def takes(self, key: str) -> bool:
         """True if the template has the key's name."""
@@ -145,8 +163,10 @@ class Jinja:
 
     def _parted(self, talk: Sequence[Any], tools: Any, at: int) -> tuple[str, str]:
         """Return the text before and behind the content of message number `at`."""
-        changed = [*talk[:at], talk[at] | {"content": _PLACE}, *talk[at + 1 :]]
-        before, place, behind = self._template.text(changed, tools, answers=False).rpartition(_PLACE)
+        own = self._template.text(talk, tools, answers=False)
+        mark = next(place for place in _PLACES if place not in own)
+        changed = [*talk[:at], talk[at] | {"content": mark}, *talk[at + 1 :]]
+        before, place, behind = self._template.text(changed, tools, answers=False).rpartition(mark)
         if not place:
             raise Unmarked("--template", before[-80:], "a template with a place for the response; or --loss all")
         return before, behind

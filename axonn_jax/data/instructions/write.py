@@ -14,6 +14,7 @@ import numpy as np
 
 from axonn_jax.data import tokenize
 from axonn_jax.data.holdout import Holdout
+from axonn_jax.data.instructions.chat import FILE
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.mix import Mix, MixedRow
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
@@ -114,6 +115,8 @@ def prepare_instructions(
             line, error = next(iter(unmarked.items()))
             raise UserError("--template", options.template, f"{error.accepted}; at {line}")
         _check_filled(splits, rows, options, holdout)
+        if options.template != "chat":  # a run asks as it was trained
+            files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
         for name, raw in files.items():
             put(partial / name, raw)
         manifest = Manifest(
