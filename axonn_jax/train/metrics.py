@@ -56,7 +56,7 @@ class MetricsLog:
         resumed: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self._events = _event_writer(directory) if tensorboard else None
+        self._events = _event_writer(directory / "tensorboard", resumed) if tensorboard else None
         self.path = directory / name
         if os.path.lexists(self.path) and resumed:
             self._go_on_after(resumed, warn)
@@ -207,10 +207,14 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _event_writer(directory: Path) -> Any:
+def _event_writer(folder: Path, resumed: int) -> Any:
+    """Return a writer of events behind step `resumed`: TensorBoard drops later ones; another run's are set aside."""
     from tensorboardX import SummaryWriter  # the config's check has looked for it
 
-    return SummaryWriter(str(directory / "tensorboard"))
+    if not resumed and os.path.lexists(folder):
+        folder.rename(_free_name(folder))
+    purge = {"purge_step": resumed + 1, "filename_suffix": f".{resumed}"} if resumed else {}  # files are of a second
+    return SummaryWriter(str(folder), **purge)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def check(config: Config) -> Config:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
     log = _check_log(config.log)
     goes_on = _goes_on(config.checkpoint, log)
-    _check_checkpoint(config.checkpoint, goes_on=goes_on)
+    _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
     if config.model.preset is not None or config.model.vocab is not None:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
@@ -215,7 +215,7 @@ def _load(data: DataConfig) -> Manifest:
     return manifest
 
 
-def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
+def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: bool) -> None:
     if checkpoint.every and checkpoint.keep_every % checkpoint.every:
         raise UserError(
             "checkpoint.keep_every",
@@ -227,6 +227,10 @@ def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
     named = {} if goes_on else {"checkpoint.weights": checkpoint.weights}
     if checkpoint.resume not in ("auto", "never"):
         named["checkpoint.resume"] = checkpoint.resume
+    weights = Path(checkpoint.weights)
+    base = weights.parent.parent if weights.parent.name == "checkpoints" else weights
+    if checkpoint.weights and base.resolve() == Path(log.dir).resolve():
+        raise UserError("log.dir", log.dir, f"another directory than checkpoint.weights = {checkpoint.weights}")
     for name, path in named.items():
         if path and not Path(path).is_dir():
             words = "auto, never, or " if name == "checkpoint.resume" else ""
@@ -245,6 +249,8 @@ def _check_log(log: LogConfig) -> LogConfig:
     if not existing.is_dir():
         what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
         raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
+    if is_pretrained(existing) and existing == Path(path):
+        raise UserError("log.dir", log.dir, "a directory of its own; a model is in this one")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
     return replace(log, dir=path)

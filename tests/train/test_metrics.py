@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,32 @@ def test_an_earlier_runs_metrics_are_kept(tmp_path):
     assert read_metrics(tmp_path)[0]["loss"] == 3.0
     assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"] == 1.0
     assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["loss"] == 2.0
+
+
+def shown(folder):
+    """Steps of the losses that TensorBoard shows: a session's start drops what came before from its step on."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    steps = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        raw = path.read_bytes()
+        while raw:
+            (size,) = struct.unpack("<Q", raw[:8])
+            event, raw = Event.FromString(raw[12 : 12 + size]), raw[16 + size :]
+            if event.session_log.status == event.session_log.START and event.HasField("session_log"):
+                steps = [step for step in steps if step < event.step]
+            steps += [event.step for value in event.summary.value if value.tag == "loss"]
+    return steps
+
+
+def test_tensorboard_shows_a_resumed_runs_steps_once_and_no_other_runs(tmp_path):
+    for first, resumed in ((1, 0), (4, 3), (1, 0)):
+        log = MetricsLog(tmp_path, tensorboard=True, resumed=resumed)
+        for step in range(first, first + 5):
+            log.write({"step": step, "loss": 1.0 / step})
+        log.close()
+    assert shown(tmp_path / "tensorboard.1") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert shown(tmp_path / "tensorboard") == [1, 2, 3, 4, 5]
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):

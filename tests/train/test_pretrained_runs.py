@@ -133,6 +133,26 @@ def test_a_model_of_other_sizes_is_one_line(trained, capsys):
     assert not (trained / "no").exists()
 
 
+def test_a_run_does_not_overwrite_its_base(trained, tmp_path, capsys):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    argv = ["train", str(trained / "base" / "config.toml"), "--data.path", str(trained / "data"), *SHORT]
+    base, run = str(trained / "base"), str(tmp_path / "run")
+    for flags, says in (
+        (["--log.dir", base], f"log.dir = '{base}': a directory of its own; a model is in this one"),
+        (["--log.dir", run, "--checkpoint.weights", run], f"another directory than checkpoint.weights = {run}"),
+        (["--log.dir", run, "--checkpoint.weights", f"{run}/checkpoints/{steps[0]}"], "another directory than"),
+    ):
+        for more in ([], ["--checkpoint.resume", "never"], ["--lora.rank", "2"]):
+            assert main([*argv, *flags, *more]) == 2
+            line = capsys.readouterr().err
+            assert line.startswith("error: log.dir = ")
+            assert line.count("\n") == 1
+            assert says in line
+    assert not (trained / "base" / "checkpoints").exists()
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == steps
+
+
 def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
     prepare = ["prepare", str(trained / "text"), str(tmp_path / "data"), "--tokenizer"]
     (tmp_path / "sp").mkdir()
