@@ -22,7 +22,7 @@ ALLOWED = {
     "circles, lazy and for types too": 0,
     "class names in two modules": 0,
     "choices written twice": 0,
-    "config keys": 120,
+    "config keys": 121,
     "public members of Trainer": 10,
     "names that must not come back": 0,
     "files that import pruned": 4,
@@ -33,7 +33,7 @@ ALLOWED = {
     "hooks replaced": 0,
     "backends named": 0,
     "two classes in one": 0,
-    "words of docs": 19_387,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 19_421,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "options in over 8 files": 2,
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 
 if TYPE_CHECKING:
@@ -163,3 +164,14 @@ def host_sync(grid: Grid) -> HostSync:
         if MPI.COMM_WORLD.Get_size() == grid.size:
             return MpiSync(MPI.COMM_WORLD)
     return JaxSync(grid)
+
+
+def packed(error: UserError) -> str:
+    """A ``UserError`` as a text that travels between processes."""
+    return "\0".join((error.field, str(error.value), error.accepted))
+
+
+def agree(sync: HostSync, fault: str) -> None:
+    """Raise the same ``UserError`` on all processes where one has a fault."""
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise UserError(*faults[0].split("\0", 2))

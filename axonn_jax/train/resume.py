@@ -10,23 +10,23 @@ from typing import Any
 
 from axonn_jax.adapters.config import LORA
 from axonn_jax.adapters.merge import not_whole
+from axonn_jax.adapters.peft import is_adapter
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
-from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE
+from axonn_jax.checkpoint.naming import SCALE
 from axonn_jax.checkpoint.orbax import reason
-from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, named_checkpoint, newest
+from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.manifest import Manifest as DataManifest
-from axonn_jax.distributed.host_sync import HostSync, host_sync
+from axonn_jax.distributed.host_sync import HostSync, agree, host_sync, packed
 from axonn_jax.errors import UserError
-from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, other_function, upcycled
+from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, keep_small_files
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.engines.base import check_adapters, facts_of, shape_of, take_base
+from axonn_jax.train.engines.base import facts_of, shape_of, take
 from axonn_jax.train.engines.engine import Engine
-from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
-from axonn_jax.train.engines.pruning import prune_for
+from axonn_jax.train.engines.pretrained import take_adapter, take_pretrained
 from axonn_jax.train.optimizer import changed_rate
 
 FOLDER = "checkpoints"
@@ -74,48 +74,8 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
         take_pretrained(engine, path, sync, "checkpoint")
         return 0
     checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
-    _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
+    take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     return checkpoint.manifest.step
-
-
-def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
-    """Put a valid checkpoint's arrays into an engine; return the number of kernels copied to experts.
-
-    Raises ``CorruptCheckpoint`` on all processes if one cannot read.
-    """
-    check_adapters(engine, checkpoint, sync, field, weights_only=weights_only)
-    if engine.parts.adapters and LORA not in checkpoint.manifest.run:
-        take_base(engine, checkpoint, sync, field)
-        return 0
-    only = (PARAMS, CARRIED) if weights_only else ""
-    has = checkpoint.manifest.arrays
-    if not weights_only:
-        prune_for(engine, has)
-
-    def wanted(name: str) -> bool:
-        return name.startswith(only) and (name in has or not name.startswith((SCALE, MASKS)))
-
-    names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
-    sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}
-    if biases := biases_left_over(sources, has):
-        accepted = f"a dense run with model.bias = none or qkv, as experts have no biases; {biases[0]} is there"
-        raise UserError(field, str(checkpoint.path), accepted)
-    if sources:  # routers stay as they were made
-        rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
-        names = rest | {dense: has[dense].shape for dense in sources.values()}
-    check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
-    check_shapes(checkpoint, names, field, only=only)
-    fault = ""
-    try:
-        read = upcycled(lambda abstract: load(checkpoint, abstract), sources)
-        engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
-        if not weights_only:
-            engine.steps_done = checkpoint.manifest.step
-    except CorruptCheckpoint as error:
-        fault = str(error)
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise CorruptCheckpoint(faults[0])
-    return len(sources)
 
 
 class Checkpoints:
@@ -145,6 +105,8 @@ class Checkpoints:
             self._start_from(Path(weights))
             self._lora = facts_of(self._engine, self._sync, str(Path(weights).absolute()))
         checkpoint = self._resumed(where)
+        if checkpoint is None and (adapter := self._config.checkpoint.adapter):
+            self._begin_with(Path(adapter))
         step = checkpoint.manifest.step if checkpoint is not None else 0
         if checkpoint is None and weights and not self._engine.parts.adapters:
             self._start_from(Path(weights))
@@ -206,7 +168,7 @@ class Checkpoints:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._check_same(checkpoint)
-        _take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
+        take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
 
     def _start_from(self, path: Path) -> None:
         anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
@@ -219,7 +181,7 @@ class Checkpoints:
         if LORA in checkpoint.manifest.run:
             raise not_whole(checkpoint, "checkpoint.weights")
         try:
-            copied = _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
+            copied = take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
             raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
         new = "; each expert is a copy of the dense layer, routers are new" if copied else ""
@@ -230,6 +192,19 @@ class Checkpoints:
         run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
         if (run / PRETRAINED).is_dir():
             self._keep_small_files(run / PRETRAINED)
+
+    def _begin_with(self, path: Path) -> None:
+        """Take the values of an adapter; optimizer and data start anew."""
+        field = "checkpoint.adapter"
+        if is_adapter(path):
+            take_adapter(self._engine, path, self._sync, field)
+        else:
+            path = (checkpoint := named_checkpoint(path, self._sync, self._say, field)).path
+            try:
+                take(self._engine, checkpoint, self._sync, field, weights_only=True)
+            except CorruptCheckpoint as fault:
+                raise UserError(field, str(path), f"a valid checkpoint; {fault}") from None
+        self._say(f"adapters from {path}; optimizer and data start anew")
 
     def _keep_small_files(self, source: Path) -> None:
         """Keep config, tokenizer and templates of the run's initial model, for `axonn-jax convert`."""

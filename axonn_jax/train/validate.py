@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
+from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import TOKENIZER, Manifest
@@ -52,6 +53,7 @@ def check(config: Config) -> Config:
     log = _check_log(config.log)
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
+    config = replace(config, lora=_lora_of(config))
     if config.model.preset is not None or config.model.vocab is not None:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
@@ -165,6 +167,34 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
         raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
     if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():
         raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
+
+
+def _lora_of(config: Config) -> LoraConfig:
+    """Return the settings of a run's adapters: those of the adapter that it begins with, if there is one.
+
+    Raises ``UserError`` for an adapter of other settings than [lora] has.
+    """
+    name, given, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
+    if not name:
+        return given
+    from axonn_jax.adapters.merge import adapters_in  # imports jax, a second
+    from axonn_jax.adapters.peft import is_adapter, read_config
+    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.distributed.host_sync import LocalSync
+
+    if not Path(name).is_dir():
+        raise UserError(field, name, "the directory of PEFT's files, of a run or of a checkpoint")
+    if is_adapter(Path(name)):
+        settings = read_config(Path(name), field)[0]
+    elif stored := adapters_in(named_checkpoint(Path(name), LocalSync(), lambda line: None, field), field):
+        settings = stored.config
+    else:
+        raise UserError(field, name, "adapters; a whole model is for checkpoint.weights")
+    for key, value in asdict(settings).items() if given != LoraConfig() else ():
+        own = getattr(given, key)
+        if {*own} != {*value} if key == "targets" else own != value:
+            raise UserError(f"lora.{key}", own, f"{value}, as in {name}, or [lora] left out")
+    return settings
 
 
 def check_lora(config: Config, shape: ModelShape) -> None:

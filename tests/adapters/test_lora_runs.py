@@ -204,7 +204,41 @@ def another(root):
     return other
 
 
+@pytest.mark.parametrize(
+    ("grid", "source"),
+    [
+        ((), "run"),
+        ((), "adapter"),
+        (("--grid.pipe", "2"), "adapter"),
+        pytest.param(("--grid.pipe", "2"), "run", marks=pytest.mark.slow),
+        pytest.param(("--grid.z", "2", "--grid.y", "2"), "adapter", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_trained_further(root, another, tmp_path, capsys, grid, source):
+    """Of the files of PEFT, or of another run; with a rate of nearly nothing the values stay, with one they move."""
+    config = ["train", str(root / "base" / "config.toml"), "--data.path", str(root / "data"), *SHORT]
+    begin = ["--checkpoint.adapter", str(root / source), "--train.steps", "1", *grid]
+    want = params(root / "run" / "checkpoints" / "step_00000002")
+    for rate, moves in (("1e-12", False), ("0.01", True)):
+        folder = tmp_path / f"moves{moves}"
+        assert main([*config, "--log.dir", str(folder), "--train.lr", rate, *begin]) == 0
+        assert f"adapters from {root / source}" in capsys.readouterr().err
+        got = params(folder / "checkpoints" / "step_00000001")
+        assert got.keys() == want.keys()
+        assert all(np.allclose(got[name], value, atol=1e-7) != moves for name, value in want.items())
+    assert main([*config, "--log.dir", str(folder), *begin, "--train.steps", "2"]) == 0  # goes on, not anew
+    assert "adapters from" not in capsys.readouterr().err
+
+
 BAD_RUNS = {
+    "no adapter": (["--checkpoint.adapter", "none"], "checkpoint.adapter = 'none': the directory of PEFT's files"),
+    "a whole model": (["--checkpoint.adapter", "BASE"], "checkpoint.adapter = "),
+    "another rank": (["--checkpoint.adapter", "ADAPTER", "--lora.rank", "2"], "lora.rank = 2: 4, as in "),
+    "another base": (
+        ["--checkpoint.adapter", "RUN", "--checkpoint.weights", "OTHER"],
+        "adapters of this base, by its checksum",
+    ),
     "rank": (["--lora.rank", "17"], "lora.rank = 17: at most 16, the smaller side of the target k"),
     "target": (["--lora.targets", "q,vv"], "lora.targets = 'vv': one of q, k, v"),
     "alpha": (["--lora.alpha", "0"], "lora.alpha = 0"),
@@ -218,9 +252,12 @@ BAD_RUNS = {
 @pytest.mark.parametrize("name", BAD_RUNS)
 def test_runs_that_cannot_be_are_one_line(root, another, capsys, name):
     flags, says = BAD_RUNS[name]
-    assert train(root, "no", *(str(root / "adapter") if flag == "ADAPTER" else flag for flag in flags)) == 2
-    refused(capsys, says)
-    assert not (root / "no").exists()
+    places = {"ADAPTER": "adapter", "BASE": "base", "RUN": "run", "OTHER": "other"}
+    assert train(root, "no", *(str(root / places[flag]) if flag in places else flag for flag in flags)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert says in next(line for line in lines if line.startswith("error: "))
+    assert len(lines) == 1 or name == "another base"  # known when both are read
+    assert not (root / "no" / "metrics.jsonl").exists()
 
 
 GOES_ON = {

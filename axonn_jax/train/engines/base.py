@@ -9,13 +9,15 @@ from axonn_jax.adapters.config import LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
 from axonn_jax.adapters.merge import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
-from axonn_jax.checkpoint.naming import PARAMS, State
+from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
+from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.vocabulary import padding_of, without_padding
 from axonn_jax.train.engines.engine import Engine
+from axonn_jax.train.engines.pruning import prune_for
 
 
 def shape_of(engine: Engine) -> ModelShape | None:
@@ -103,3 +105,43 @@ def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field
 
 def _shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
+    """Put a valid checkpoint's arrays into an engine; return the number of kernels copied to experts.
+
+    Raises ``CorruptCheckpoint`` on all processes if one cannot read.
+    """
+    check_adapters(engine, checkpoint, sync, field, weights_only=weights_only)
+    if engine.parts.adapters and LORA not in checkpoint.manifest.run:
+        take_base(engine, checkpoint, sync, field)
+        return 0
+    only = (PARAMS, CARRIED) if weights_only else ""
+    has = checkpoint.manifest.arrays
+    if not weights_only:
+        prune_for(engine, has)
+
+    def wanted(name: str) -> bool:
+        return name.startswith(only) and (name in has or not name.startswith((SCALE, MASKS)))
+
+    names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
+    sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}
+    if biases := biases_left_over(sources, has):
+        accepted = f"a dense run with model.bias = none or qkv, as experts have no biases; {biases[0]} is there"
+        raise UserError(field, str(checkpoint.path), accepted)
+    if sources:  # routers stay as they were made
+        rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
+        names = rest | {dense: has[dense].shape for dense in sources.values()}
+    check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
+    check_shapes(checkpoint, names, field, only=only)
+    fault = ""
+    try:
+        read = upcycled(lambda abstract: load(checkpoint, abstract), sources)
+        engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
+        if not weights_only:
+            engine.steps_done = checkpoint.manifest.step
+    except CorruptCheckpoint as error:
+        fault = str(error)
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise CorruptCheckpoint(faults[0])
+    return len(sources)

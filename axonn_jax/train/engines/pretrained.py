@@ -1,11 +1,14 @@
-"""Pretrained weights in an engine: checked on all processes before anything changes, then read by each for itself."""
+"""Pretrained weights and adapters in an engine: checked on all processes before anything changes, then read by each."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from axonn_jax.adapters.peft import read_adapter
 from axonn_jax.checkpoint.naming import PARAMS
-from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.distributed.host_sync import HostSync, agree, packed
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import check_shape
@@ -46,12 +49,24 @@ def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> N
     agree(sync, fault)
 
 
-def packed(error: UserError) -> str:
-    """A ``UserError`` as a text that travels between processes."""
-    return "\0".join((error.field, str(error.value), error.accepted))
+def take_adapter(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
+    """Put PEFT's adapter of a directory into an engine of adapters.
 
+    Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
+    """
+    shape, arrays, fault = shape_of(engine), dict[str, Any](), ""
+    assert shape is not None
+    try:
+        arrays = {PARAMS + name: value for name, value in read_adapter(path, shape, field).arrays.items()}
+    except UserError as error:
+        fault = packed(error)
+    agree(sync, fault)
 
-def agree(sync: HostSync, fault: str) -> None:
-    """Raise the same ``UserError`` on all processes where one has a fault."""
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise UserError(*faults[0].split("\0", 2))
+    def placed(name: str, want: Any) -> jax.Array:
+        values = arrays[name].astype(want.dtype)
+        return jax.make_array_from_callback(want.shape, want.sharding, lambda index: values[index])
+
+    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: placed(name, want) for name, want in abstract.items()}
+
+    engine.load(read, lambda name: name.startswith(PARAMS))

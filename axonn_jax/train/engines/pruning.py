@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonn_jax.checkpoint.naming import MASKS
-from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync
+from axonn_jax.distributed.host_sync import HostSync, LocalSync, agree, host_sync, packed
 from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Forms
 from axonn_jax.pruned.config import PruneConfig
@@ -22,7 +22,6 @@ from axonn_jax.pruned.masks import kept
 from axonn_jax.pruned.prune import Pruner, make_masks, prunable
 from axonn_jax.tensor.params import Specs, SplitModule
 from axonn_jax.train.engines.engine import Engine
-from axonn_jax.train.engines.pretrained import agree, packed
 
 _CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
