@@ -1,22 +1,29 @@
 """Samples judged: built, run with each number of threads, and written down as ParEval's drivers do."""
 
+import json
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import open_regular, parse_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.evaluate.build import Builder, hand_over
-from axonn_jax.evaluate.sandbox import Ended, Limits
+from axonn_jax.evaluate.sandbox import Limits
 from axonn_jax.evaluate.sandbox import run as run_under
 from axonn_jax.evaluate.suite import MODELS, Problem
+from axonn_jax.terminal import say
 
 _A_THREAD = 160 << 20
 """Address space of a thread: its stack and its part of the heap."""
 _NEEDED = {"serial": "", "omp": "#pragma omp"}
 _SEED = 1
+_SECONDS = re.compile(r"[0-9]{1,9}\.[0-9]{9}")
+"""A time as the driver writes it: a sample may write others to the same descriptor."""
 
 
 def threads_of(model: str) -> list[int]:
@@ -81,20 +88,18 @@ class Judge:
         limits = Limits(self._seconds, self._memory + threads * _A_THREAD, threads)
         command, environ = [str(program), str(problem.size), str(_SEED)], {"OMP_NUM_THREADS": str(threads)}
         ended = run_under(command, self._empty, limits, filtered=True, as_root=self._as_root, environ=environ)
-        values = _values(ended)
-        valid = ended.status == 0 and not ended.stopped and values.get("Validation") == "PASS"
+        values = {name: value for name, _, value in (line.partition(": ") for line in ended.results.splitlines())}
+        times = [values.get(name, "") for name in ("Time", "BestSequential")]
+        did_run = ended.status == 0 and not ended.stopped
+        valid = did_run and values.get("Validation") == "PASS" and all(map(_SECONDS.fullmatch, times))
+        own, sequential = map(float, times) if valid else (None, None)
         return {
-            "did_run": ended.status == 0 and not ended.stopped,
+            "did_run": did_run,
             "is_valid": valid,
-            "runtime": float(values["Time"]) if valid else None,
-            "best_sequential_runtime": float(values["BestSequential"]) if valid else None,
+            "runtime": own,
+            "best_sequential_runtime": sequential,
             "stopped": ended.stopped,
         }
-
-
-def _values(ended: Ended) -> dict[str, str]:
-    pairs = (line.partition(": ") for line in ended.results.splitlines())
-    return {name: value for name, _, value in pairs}
 
 
 @contextmanager
@@ -118,11 +123,57 @@ def judging(suite: str, command: Sequence[str], *, seconds: float, memory: int, 
         yield Judge(builder, folders[1], seconds=seconds, memory=memory, as_root=as_root)
 
 
+@contextmanager
+def judged_before(
+    path: Path, settings: Sequence[object]
+) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
+    """Give the results of a stopped evaluation in order, and a function that takes the next one.
+
+    Args:
+        path: File of an evaluation under way: a line for the settings and one for each result; removed at the end.
+        settings: Texts and options of the evaluation; results under other ones are dropped, which a line says.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    head, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
+
+    def unwritten(error: OSError) -> UserError:
+        return UserError("--out", str(path), f"a file that can be written; {error.strerror}")
+
+    try:
+        with suppress(FileNotFoundError, ValueError), open_regular(path) as made:
+            raw = made.read()
+        first, *lines = raw.split(b"\n")[:-1] or [b""]  # a stop may have cut the last line
+        results: list[dict[str, Any]] = []
+        with suppress(ValueError):
+            results += (parse_json(line) for line in lines if first == head)
+        if lines:
+            rest = "are not judged again" if first == head else "were of other texts or options: all are judged anew"
+            say(f"{path}: {len(results) or len(lines)} programs judged before {rest}")
+        replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
+        file = path.open("a", encoding="ascii")
+    except OSError as error:
+        raise unwritten(error) from None
+
+    def add(result: Mapping[str, Any]) -> None:
+        try:
+            print(json.dumps(result), file=file, flush=True)
+        except OSError as error:
+            raise unwritten(error) from None
+
+    with file:
+        yield results, add
+    path.unlink(missing_ok=True)
+
+
 def judge_all(
     judge: Judge,
     known: Sequence[Problem],
     entries: Sequence[dict[str, Any]],
+    before: Sequence[dict[str, Any]] = (),
     *,
+    add: Callable[[Mapping[str, Any]], None],
     progress: Callable[[int, str], None],
     keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
@@ -132,6 +183,8 @@ def judge_all(
         judge: Builds and runs.
         known: Problems of the suite.
         entries: Entries of ParEval's generations, of execution models of the suite.
+        before: Results of the first samples, in order.
+        add: Takes each further result.
         progress: Takes the number of samples done and the name of the next one's problem.
         keep: Takes the results so far, with the entries that are still to judge.
     """
@@ -143,7 +196,11 @@ def judge_all(
         outputs = []
         for text in entry["outputs"]:
             progress(done, problem.name)
-            outputs.append(judge.output(problem, model, entry["prompt"], text))
+            if done < len(before):
+                outputs.append(before[done])
+            else:
+                outputs.append(judge.output(problem, model, entry["prompt"], text))
+                add(outputs[-1])
             done += 1
         results.append(entry | {"outputs": outputs})
         keep([*results, *entries[len(results) :]])

@@ -169,21 +169,18 @@ def _threads(process: int) -> int:
 
 def _reason(status: int, results: str, errors: str, limits: Limits) -> str:
     """Reason for the end of a program; empty if it ended by itself."""
-    for line in results.splitlines():
-        name, _, value = line.partition(": ")
-        if name == "Forbidden" and value.isdecimal():
-            return f"forbidden: {jail.purpose(int(value))}"
-        if name == "Forbidden":
-            return f"memory: over {limits.memory / 2**30:g} GiB"
+    if call := re.search(r"^Forbidden: (?:([0-9]{1,9})|memory)$", results, re.MULTILINE):  # a sample may write others
+        return f"forbidden: {jail.purpose(int(call[1]))}" if call[1] else f"memory: over {limits.memory / 2**30:g} GiB"
     if status >= 0:
         return ""
-    peak = re.search(r"^VmPeak:\s*(\d+) kB", results, re.MULTILINE)
+    peak = re.search(r"^VmPeak:\s*([0-9]{1,15}) kB", results, re.MULTILINE)
     if "bad_alloc" in errors or (peak and 1024 * int(peak[1]) > _FULL * limits.memory):
         return f"memory: over {limits.memory / 2**30:g} GiB"
-    reasons = {
+    reasons: dict[int, str] = {
         signal.SIGSYS: "forbidden: a system call",
         signal.SIGXCPU: f"time: over {limits.seconds:g} s on each thread",
         signal.SIGKILL: "time: killed",
         signal.SIGXFSZ: f"file: over {limits.file:,} bytes",
     }
-    return reasons.get(signal.Signals(-status), f"crash: {signal.Signals(-status).name}")
+    names = {number.value: number.name for number in signal.Signals}  # of most real-time signals there is none
+    return reasons.get(-status, f"crash: {names.get(-status, f'signal {-status}')}")

@@ -11,7 +11,7 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.evaluate import jail, sandbox
 from axonn_jax.evaluate.build import compiler
-from axonn_jax.evaluate.judge import judging
+from axonn_jax.evaluate.judge import Judge, judging
 from axonn_jax.evaluate.suite import problems
 
 TRANSFORM = next(problem for problem in problems("mini") if problem.kind == "transform")
@@ -98,6 +98,33 @@ def test_a_program_that_does_harm_is_stopped(judge, tmp_path, monkeypatch, case)
     assert (tmp_path / "kept").read_text() == "kept"
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o666
     assert list(judge._empty.iterdir()) == []
+
+
+# Lines of a program for the judge, and how it ends: whatever they are, the evaluation goes on.
+LINES = {
+    "passes without a time": ("Validation: PASS", "exit 0", ""),
+    "passes in no time": ("Time: nan\nBestSequential: 1.000000000\nValidation: PASS", "exit 0", ""),
+    "passes before it began": ("Time: -1.000000000\nBestSequential: 1.000000000\nValidation: PASS", "exit 0", ""),
+    "passes without a reference": ("Time: 1.000000000\nBestSequential: inf\nValidation: PASS", "exit 0", ""),
+    "forbids a long number": (f"Forbidden: {'9' * 5_000}", "exit 1", ""),
+    "forbids a digit of its own": ("Forbidden: \N{SUPERSCRIPT TWO}", "exit 1", ""),
+    "has used much": (f"VmPeak: {'9' * 5_000} kB", "kill -ABRT $$", "crash: SIGABRT"),
+    "ends by a signal without a name": ("", "kill -37 $$", "crash: signal 37"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_lines_of_a_sample_are_a_wrong_result(case, tmp_path, monkeypatch):
+    lines, end, stopped = LINES[case]
+    command = ["/bin/sh", "-c", f"printf '%s\\n' '{lines}' >&3; {end}"]
+    monkeypatch.setattr(
+        "axonn_jax.evaluate.judge.run_under",
+        lambda _, folder, limits, **__: sandbox.run(command, folder, limits, filtered=False, as_root=True),
+    )
+    judge = Judge(None, tmp_path, seconds=60, memory=1 << 30, as_root=True)
+    done = judge._run(tmp_path, TRANSFORM, 1)
+    assert (done["is_valid"], done["runtime"], done["best_sequential_runtime"]) == (False, None, None)
+    assert done["stopped"] == stopped
 
 
 def test_an_endless_source_is_not_built(judge):

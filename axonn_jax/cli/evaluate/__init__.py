@@ -121,7 +121,7 @@ def _judge(args: Evaluate) -> int:
     from axonn_jax.cli.main import rank_of
     from axonn_jax.cli.prepare import terminated
     from axonn_jax.evaluate.build import compiler
-    from axonn_jax.evaluate.judge import judge_all, judging
+    from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
     from axonn_jax.evaluate.sandbox import check_sandbox
 
     check_suite(args.suite)
@@ -146,8 +146,10 @@ def _judge(args: Evaluate) -> int:
         entries, _ = generated(args, args.run_dir, _prompts(known), alone=True)
         write(out, entries, "--out")
     count, memory = sum(len(entry["outputs"]) for entry in entries), int(args.memory * 2**30)
+    settings = [entries, args.suite, command, args.seconds, memory, args.as_root, threads_of("omp")]
     with (
         terminated(),
+        judged_before(out.with_name(f"{out.name}.judged"), settings) as (before, add),
         Ticker("judging", count) as ticker,
         judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
     ):
@@ -155,6 +157,8 @@ def _judge(args: Evaluate) -> int:
             judge,
             known,
             entries,
+            before,
+            add=add,
             progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
             keep=lambda results: write(out, results, "--out"),
         )
