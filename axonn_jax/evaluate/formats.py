@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,15 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
 def write(path: Path, entries: Sequence[Entry], field: str) -> None:
     """Write a file of ParEval's, whole or not at all; raises ``UserError`` where that is not possible."""
     raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
-    try:
+    with written(path, field):
         replace_whole(path, raw)
+
+
+@contextmanager
+def written(path: Path, field: str) -> Iterator[None]:
+    """Raise ``UserError`` in the place of an ``OSError`` from writing a file."""
+    try:
+        yield
     except OSError as error:
         raise UserError(field, str(path), f"a file that can be written; {error.strerror}") from None
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from axonn_jax.documents import open_regular, parse_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.evaluate.build import Builder, hand_over
+from axonn_jax.evaluate.formats import written
 from axonn_jax.evaluate.sandbox import Limits
 from axonn_jax.evaluate.sandbox import run as run_under
 from axonn_jax.evaluate.suite import MODELS, Problem
@@ -126,8 +127,8 @@ def judging(suite: str, command: Sequence[str], *, seconds: float, memory: int, 
 @contextmanager
 def judged_before(
     path: Path, settings: Sequence[object]
-) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
-    """Give the results of a stopped evaluation in order, and a function that takes the next one.
+) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, Any]], None]]]:
+    """Give the results of a stopped evaluation in order, and a function that adds the next one.
 
     Args:
         path: File of an evaluation under way: a line for the settings and one for each result; removed at the end.
@@ -137,33 +138,28 @@ def judged_before(
         UserError: the file cannot be written.
     """
     head, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
-
-    def unwritten(error: OSError) -> UserError:
-        return UserError("--out", str(path), f"a file that can be written; {error.strerror}")
-
-    try:
+    results: list[dict[str, Any]] = []
+    with written(path, "--out"):
         with suppress(FileNotFoundError, ValueError), open_regular(path) as made:
             raw = made.read()
         first, *lines = raw.split(b"\n")[:-1] or [b""]  # a stop may have cut the last line
-        results: list[dict[str, Any]] = []
         with suppress(ValueError):
             results += (parse_json(line) for line in lines if first == head)
         if lines:
             rest = "are not judged again" if first == head else "were of other texts or options: all are judged anew"
             say(f"{path}: {len(results) or len(lines)} programs judged before {rest}")
-        replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
-        file = path.open("a", encoding="ascii")
-    except OSError as error:
-        raise unwritten(error) from None
+        if results:
+            replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
 
-    def add(result: Mapping[str, Any]) -> None:
-        try:
-            print(json.dumps(result), file=file, flush=True)
-        except OSError as error:
-            raise unwritten(error) from None
+    def add(result: dict[str, Any]) -> None:
+        with written(path, "--out"):
+            if not results:
+                replace_whole(path, head + b"\n")
+            with path.open("a", encoding="ascii") as file:
+                print(json.dumps(result), file=file)
+        results.append(result)
 
-    with file:
-        yield results, add
+    yield results, add
     path.unlink(missing_ok=True)
 
 
@@ -171,9 +167,9 @@ def judge_all(
     judge: Judge,
     known: Sequence[Problem],
     entries: Sequence[dict[str, Any]],
-    before: Sequence[dict[str, Any]] = (),
+    judged: Sequence[dict[str, Any]],
     *,
-    add: Callable[[Mapping[str, Any]], None],
+    add: Callable[[dict[str, Any]], None],
     progress: Callable[[int, str], None],
     keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
@@ -183,8 +179,8 @@ def judge_all(
         judge: Builds and runs.
         known: Problems of the suite.
         entries: Entries of ParEval's generations, of execution models of the suite.
-        before: Results of the first samples, in order.
-        add: Takes each further result.
+        judged: Results of the first samples, in order, as from `judged_before`.
+        add: Adds a result to them.
         progress: Takes the number of samples done and the name of the next one's problem.
         keep: Takes the results so far, with the entries that are still to judge.
     """
@@ -196,11 +192,9 @@ def judge_all(
         outputs = []
         for text in entry["outputs"]:
             progress(done, problem.name)
-            if done < len(before):
-                outputs.append(before[done])
-            else:
-                outputs.append(judge.output(problem, model, entry["prompt"], text))
-                add(outputs[-1])
+            if done == len(judged):
+                add(judge.output(problem, model, entry["prompt"], text))
+            outputs.append(judged[done])
             done += 1
         results.append(entry | {"outputs": outputs})
         keep([*results, *entries[len(results) :]])

@@ -149,7 +149,7 @@ def _judge(args: Evaluate) -> int:
     settings = [entries, args.suite, command, args.seconds, memory, args.as_root, threads_of("omp")]
     with (
         terminated(),
-        judged_before(out.with_name(f"{out.name}.judged"), settings) as (before, add),
+        judged_before(out.with_name(f"{out.name}.judged"), settings) as (so_far, add),
         Ticker("judging", count) as ticker,
         judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
     ):
@@ -157,7 +157,7 @@ def _judge(args: Evaluate) -> int:
             judge,
             known,
             entries,
-            before,
+            so_far,
             add=add,
             progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
             keep=lambda results: write(out, results, "--out"),
