@@ -22,10 +22,10 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the kernel's number, of each kind of processor."""
 ALLOWED = """
 read 0 63|write 1 64|close 3 57|stat 4 -|fstat 5 80|lstat 6 -|lseek 8 62|mmap 9 222|mprotect 10 226|munmap 11 215
-brk 12 214|rt_sigaction 13 134|rt_sigprocmask 14 135|rt_sigreturn 15 139|pread64 17 67|readv 19 65|writev 20 66
-access 21 -|sched_yield 24 124|mremap 25 216|madvise 28 233|nanosleep 35 101|getpid 39 172|execve 59 221|exit 60 93
-uname 63 160|getcwd 79 17|readlink 89 -|gettimeofday 96 169|getrlimit 97 163|getrusage 98 165|sysinfo 99 179
-times 100 153|getuid 102 174|getgid 104 176|geteuid 107 175|getegid 108 177|sigaltstack 131 132|sched_getparam 143 121
+brk 12 214|rt_sigprocmask 14 135|rt_sigreturn 15 139|pread64 17 67|readv 19 65|writev 20 66|access 21 -
+sched_yield 24 124|mremap 25 216|madvise 28 233|nanosleep 35 101|getpid 39 172|execve 59 221|exit 60 93|uname 63 160
+getcwd 79 17|readlink 89 -|gettimeofday 96 169|getrlimit 97 163|getrusage 98 165|sysinfo 99 179|times 100 153
+getuid 102 174|getgid 104 176|geteuid 107 175|getegid 108 177|sigaltstack 131 132|sched_getparam 143 121
 sched_getscheduler 145 120|arch_prctl 158 -|gettid 186 178|futex 202 98|sched_getaffinity 204 123|getdents64 217 61
 set_tid_address 218 96|restart_syscall 219 128|clock_gettime 228 113|clock_getres 229 114|clock_nanosleep 230 115
 exit_group 231 94|newfstatat 262 79|readlinkat 267 78|faccessat 269 48|set_robust_list 273 99|getcpu 309 168
@@ -45,12 +45,16 @@ symlink 88 -|chmod 90 -|fchmod 91 52|chown 92 -|mknod 133 -|mount 165 40|setxatt
 fchownat 260 54|unlinkat 263 35|renameat 264 38|linkat 265 37|symlinkat 266 36|fchmodat 268 53|utimensat 280 88
 renameat2 316 276|memfd_create 319 279
 """,
+    "another handler of SIGSYS": "rt_sigaction 13 134",
 }
-"""System calls that raise SIGSYS, by what they are for; `clone` of a thread, and opening to read, are allowed."""
+"""System calls that raise SIGSYS, by what they are for; `clone` of a thread, opening to read, and handlers of other
+signals are allowed."""
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _FAIL, _TRAP, _KILL = 0x7FFF0000, 0x00050000 | 38, 0x00030000, 0x80000000  # 38: ENOSYS
 _THREAD = 0x10000
+_DRIVERS = 0x61786F6E
+"""Fifth argument of the driver's own call for a handler of SIGSYS, which the kernel does not read."""
 _WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
@@ -85,6 +89,8 @@ def _rules(column: int) -> dict[int, list[tuple[int, int, int, int]]]:
     if "open" in refused:
         rules[refused["open"]] = [_argument(1), (_ANY_BIT, 0, 1, _WRITES), trap, allow]
     rules[refused["tgkill"]] = [_argument(0), (_EQUAL, 0, 1, os.getpid()), allow, trap]  # abort() calls it
+    handler = [_argument(0), (_EQUAL, 0, 3, signal.SIGSYS), _argument(4), (_EQUAL, 1, 0, _DRIVERS)]
+    rules[refused["rt_sigaction"]] = [*handler, trap, allow]  # a sample's own would go on behind a refused call
     own = [_argument(0), (_EQUAL, 0, 5, 0), _argument(2), (_EQUAL, 0, 3, 0), _argument(2, True), (_EQUAL, 0, 1, 0)]
     rules[(302, 261)[column]] = [*own, allow, fail]  # prlimit64: reads limits of this process
     return rules

@@ -59,6 +59,20 @@ CASES = {
     "opens a socket": ("socket(AF_INET, SOCK_STREAM, 0);", NETWORK),
     "opens a local socket": ("socket(AF_UNIX, SOCK_DGRAM, 0);", NETWORK),
     "ignores the signal": ("signal(SIGSYS, SIG_IGN); socket(AF_INET, SOCK_STREAM, 0);", "forbidden: "),
+    "has a handler of its own": (
+        "struct sigaction own{}; own.sa_handler = [](int) {}; sigaction(SIGSYS, &own, nullptr);"
+        "socket(AF_INET, SOCK_STREAM, 0); for (double &v : x) v = 1 / (1 + std::exp(-v));",
+        "forbidden: another handler of SIGSYS (rt_sigaction)",
+    ),
+    "has a handler before the start": (
+        "for (double &v : x) v = 1 / (1 + std::exp(-v));\n} struct Early { Early() {"
+        "signal(SIGSYS, [](int) {}); socket(AF_INET, SOCK_STREAM, 0); } } early; void more() {",
+        "forbidden: a system call",
+    ),
+    "has handlers of other signals": (
+        "for (int n : {SIGFPE, SIGSEGV, SIGTERM}) signal(n, SIG_IGN); abort();",
+        "crash: SIG",
+    ),
     "ends early": ("_exit(0);", ""),
     "speaks for the sandbox": ('write(3, "Jail: no means\\n", 15); _exit(126);', ""),
     "crashes": ("*(volatile int *) 0 = 1;", "crash: SIGSEGV"),

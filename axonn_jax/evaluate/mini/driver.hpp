@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fcntl.h>
 #include <new>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {
@@ -46,6 +47,16 @@ void handle(int number, void (*handler)(int, siginfo_t *, void *)) {
     action.sa_sigaction = handler;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESETHAND;
     sigaction(number, &action, nullptr);
+}
+
+void refuse() {  // the filter lets this handler of SIGSYS pass by its last argument, and no later one
+    struct {
+        void (*handler)(int, siginfo_t *, void *);
+        unsigned long flags;
+        void (*restorer)();
+        unsigned long mask;
+    } action{refused, SA_SIGINFO | SA_ONSTACK | 0x04000000, nullptr, 0};  // with a restorer: the handler never returns
+    if (syscall(SYS_rt_sigaction, SIGSYS, &action, nullptr, sizeof action.mask, 0x61786f6e) != 0) _exit(1);
 }
 
 template <typename Function> double least_seconds(Case const &input, Case &work, Function function) {
@@ -90,7 +101,7 @@ void judge(size_t size, unsigned seed) {
 
 int main(int argc, char **argv) {
     if (argc != 3) return 2;
-    handle(SIGSYS, refused);
+    refuse();
     handle(SIGSEGV, crashed);
     handle(SIGABRT, crashed);
     try {
