@@ -61,7 +61,11 @@ def continuations(
         progress: Takes the number of texts done.
     """
     texts, done, samples = ["" for _ in requests], 0, len(requests) // len(entries)
-    for part in write(generator, tokenizer, requests, sampling, until=form.ended):
+
+    def ended(request: int, text: str) -> bool:
+        return form.ended(entries[request // samples]["prompt"], text)
+
+    for part in write(generator, tokenizer, requests, sampling, until=ended):
         texts[part.request] += part.text
         done += part.ended
         progress(done)

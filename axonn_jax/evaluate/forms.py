@@ -11,7 +11,7 @@ from axonn_jax.evaluate.cut import body_of, cut
 from axonn_jax.evaluate.suite import TemplateName
 
 _FENCE = "```"
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(```|\Z)", re.DOTALL)
 _NAME = re.compile(r"(\w+)\s*\([^()]*\)\s*\{?\s*\Z")
 
 
@@ -26,7 +26,7 @@ class PromptForm(Protocol):
     def text(self, prompt: str) -> str:
         """Return the text to continue."""
 
-    def ended(self, text: str) -> bool:
+    def ended(self, prompt: str, text: str) -> bool:
         """Return True if a continuation holds the whole function."""
 
     def body(self, prompt: str, text: str) -> str:
@@ -42,7 +42,7 @@ class Bare:
         """Return the prompt without blanks at its ends."""
         return prompt.strip()
 
-    def ended(self, text: str) -> bool:
+    def ended(self, prompt: str, text: str) -> bool:
         """Return True behind the closing brace."""
         return cut(text) is not None
 
@@ -70,13 +70,13 @@ class Asked:
             return self._template.text([user])
         return Alpaca().passages(Conversation([user, {"role": "assistant", "content": ""}]), ())[0].text
 
-    def ended(self, text: str) -> bool:
-        """Return True behind a block of code."""
-        return text.count(_FENCE) > 1
+    def ended(self, prompt: str, text: str) -> bool:
+        """Return True behind a block of code that names the function: `body` takes none after it."""
+        return any(closed and _name(prompt) in block for block, closed in _BLOCK.findall(text))
 
     def body(self, prompt: str, text: str) -> str:
         """Return the body of the function in the first block that holds it, or of the first block."""
-        blocks, name = _BLOCK.findall(text) or [text], _name(prompt)
+        blocks, name = [block for block, _ in _BLOCK.findall(text)] or [text], _name(prompt)
         block = next((block for block in blocks if name in block), blocks[0])
         return body_of(name, block)
 

@@ -79,7 +79,7 @@ def write(
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
-    until: Callable[[str], bool] | None = None,
+    until: Callable[[int, str], bool] | None = None,
     logs: bool = False,
 ) -> Iterator[TextPart]:
     """Yield texts on arrival; each ends at its number of tokens, at one of the generator's `stops` or before a `stop`
@@ -87,14 +87,14 @@ def write(
 
     A possible beginning of a stop string, or of a character with missing bytes, is held back. The token that completes
     a stop string is a part's last. A stop string may be the text of a special token. A text also ends soon after
-    `until` (text so far) is True.
+    `until` (request, text so far) is True.
     """
     texts = [_Text(tokenizer, request.prompt, generator.programs.stops, stop) for request in requests]
     longest = max(map(len, stop), default=1) - 1
 
     def stopped(request: int, piece: Continuation) -> bool:
         text, ids = texts[request], texts[request].ids + piece.ids
-        return text.holds_stop(ids) or (until is not None and until(text.decoded(ids)[0]))
+        return text.holds_stop(ids) or (until is not None and until(request, text.decoded(ids)[0]))
 
     for piece in generator.stream(requests, sampling, logs=logs, until=stopped):
         so_far = texts[piece.request]

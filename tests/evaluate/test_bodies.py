@@ -36,6 +36,8 @@ ANSWERS = {
     "without its first line": "```cpp\n  return a + b;\n}\n```",
     "behind another": "```\n#include <vector>\n```\nand\n```c++\nint two() { return 2; }\nint add(int a,\n int b)\n{\n"
     "  return a + b;\n}\n```",
+    "behind two": "```\nmake\n```\n```c++\nint two();\n```\n```c++\nint add(int a, int b) {\n  return a + b;\n}\n```\n"
+    "or\n```c++\nint add(int a, int b) {\n  return b + a;\n}\n```",
     "not closed": "```c++\nint add(int a, int b) {\n  return a + b;\n}\nint main() {}",
     "without a fence": "int add(int a, int b) {\n  return a + b;\n}",
 }
@@ -45,8 +47,10 @@ ANSWERS = {
 def test_the_body_of_an_answer(case):
     form = form_of("alpaca", None)
     assert form.body(PROMPT, ANSWERS[case]).strip() == "return a + b;\n}"
-    assert form.ended(ANSWERS[case]) == (case in ("a function", "without its first line", "behind another"))
-    assert not form.ended(ANSWERS[case].partition("\n")[0])
+    assert form.ended(PROMPT, ANSWERS[case]) == (case in ("a function", "behind another", "behind two"))
+    ends = [end for end in range(len(ANSWERS[case])) if form.ended(PROMPT, ANSWERS[case][:end])]
+    for end in ends[:1]:  # nothing of the rest changes the body
+        assert form.body(PROMPT, ANSWERS[case][:end]) == form.body(PROMPT, ANSWERS[case])
 
 
 def test_a_body_of_nothing_is_nothing():
@@ -63,19 +67,21 @@ def test_a_request_names_the_function_and_is_in_the_form_of_the_training_data(pr
     assert text + "ANSWER" == trained.text
 
 
-def test_a_text_ends_behind_its_function():
+@pytest.mark.parametrize("template", ["none", "alpaca"])
+def test_a_text_ends_behind_its_function(template):
     vocab = {"<end>": 256, **{f"<0x{byte:02X}>": byte for byte in range(256)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     body, made = "\n  return a + b;\n}", 0
+    text = body if template == "none" else f"```\nmake\n```\n```c++\nint add(int a, int b) {{{body}\n```"
 
     def stream(requests, sampling, *, logs, until):
         nonlocal made
         for request in range(len(requests)):
-            for at in range(0, 99, 4):
+            for at in range(0, 199, 4):
                 piece = Continuation(
-                    request, list((body + "\nint main() { }" * 9).encode()[at : at + 4]), [0.0] * 4, False
+                    request, list((text + "\nint main() { }" * 9).encode()[at : at + 4]), [0.0] * 4, False
                 )
                 made += 4
                 if until(request, piece):
@@ -84,11 +90,12 @@ def test_a_text_ends_behind_its_function():
                 yield piece
 
     generator = types.SimpleNamespace(stream=stream, programs=types.SimpleNamespace(stops=()))
-    form, entries = form_of("none", None), [{"prompt": "}", "name": "a", "parallelism_model": "serial"}] * 2
-    requests = requests_of(entries, tokenizer, form, 200, samples=3, tokens=500)
-    assert [(request.sample, request.tokens) for request in requests] == [(at, 199) for at in range(6)]
+    form, entries = form_of(template, None), [{"prompt": PROMPT, "name": "a", "parallelism_model": "serial"}] * 2
+    requests = requests_of(entries, tokenizer, form, 900, samples=3, tokens=900)
+    rest = 900 - len(form.text(PROMPT).encode())
+    assert [(request.sample, request.tokens) for request in requests] == [(at, rest) for at in range(6)]
     counts = []
     found = continuations(generator, tokenizer, entries, form, requests, Sampling(), counts.append)
     assert found == [[body] * 3] * 2
     assert counts[-1] == 6
-    assert made == 6 * (len(body) + -len(body) % 4)
+    assert made == 6 * (len(text) + -len(text) % 4)
