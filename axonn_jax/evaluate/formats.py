@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from axonn_jax.documents import read_json, replace_whole
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun
+from axonn_jax.terminal import say
 
 _MOST_BYTES = 1 << 30
 _TEXTS = ("name", "problem_type", "parallelism_model", "prompt")
@@ -55,23 +57,40 @@ def read_generations(path: Path, field: str) -> list[Entry]:
 def read_results(path: Path, field: str) -> list[Judged]:
     """Read the results of samples that were built and run, here or by ParEval's drivers.
 
-    Entries that were not judged are left out, as by ParEval's script.
+    Entries of a problem are read as one; problems that were not judged are left out, as by ParEval's script.
 
-    Raises ``UserError`` as `read_prompts` does, and for a file without results.
+    Raises ``UserError`` as `read_prompts` does, and for a file without results or a problem judged in part.
     """
     kind = "ParEval's results"
     entries = _read(path, field, kind)
-    read = _Results(path, field, kind)
-    problems = [read.problem(f"[{at}]", entry) for at, entry in enumerate(entries) if _is_judged(entry)]
+    texts: dict[tuple[str, ...], int] = {}
+    objects: dict[int, Entry] = {}
+    for at, entry in enumerate(entries):
+        outputs = entry.get("outputs")
+        for output in outputs if isinstance(outputs, list) else ():
+            if isinstance(output, dict):
+                objects[at] = entry
+            else:
+                texts[_problem(entry)] = at
+    problems = {_problem(entry) for entry in objects.values()}
     if not problems:
         raise UserError(field, str(path), f"{kind}: outputs that are objects with did_build and runs; none is here")
-    return problems
+    for problem in sorted(problems & set(texts)):
+        accepted = f"objects, as other outputs of {problem[0]} ({problem[2]}) are: it is judged in part"
+        raise UserError(field, f"{path}[{texts[problem]}].outputs", accepted)
+    if texts:
+        say(f"{path}: not judged, and left out: {len(texts)} of {len(problems) + len(texts)} problems")
+    return _Results(path, field, kind).problems(objects)
 
 
 def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
     """Return results, as written by this package, as problems."""
-    read = _Results(Path("results"), "results", "results")
-    return [read.problem(f"[{at}]", entry) for at, entry in enumerate(entries)]
+    return _Results(Path("results"), "results", "results").problems(dict(enumerate(entries)))
+
+
+def samples_of(entries: Sequence[Entry]) -> Counter[tuple[str, str, str]]:
+    """Return the number of outputs of each problem, in all its entries."""
+    return Counter(_problem(entry) for entry in entries for _ in entry["outputs"])
 
 
 def write(path: Path, entries: Sequence[Entry], field: str) -> None:
@@ -113,10 +132,9 @@ def _other(path: Path, field: str, kind: str, where: str, value: object, accepte
     return UserError(field, f"{path}{where}", f"{accepted}, as in {kind}; here {shown}")
 
 
-def _is_judged(entry: Entry) -> bool:
-    """True if a problem has outputs and all are objects: texts were never built."""
-    outputs = entry.get("outputs")
-    return isinstance(outputs, list) and bool(outputs) and all(isinstance(output, dict) for output in outputs)
+def _problem(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return name, type and execution model, which the entries of a problem share."""
+    return entry["name"], entry["problem_type"], entry["parallelism_model"]
 
 
 class _Results:
@@ -125,14 +143,20 @@ class _Results:
     def __init__(self, path: Path, field: str, kind: str):
         self._path, self._field, self._kind = path, field, kind
 
-    def problem(self, where: str, entry: Mapping[str, Any]) -> Judged:
-        """Read a problem and its samples."""
-        samples = [self._sample(f"{where}.outputs[{at}]", output) for at, output in enumerate(entry["outputs"])]
-        return Judged(entry["name"], entry["problem_type"], entry["parallelism_model"], tuple(samples))
+    def problems(self, entries: Mapping[int, Mapping[str, Any]]) -> list[Judged]:
+        """Read the problems of entries, by their place in the file, with the samples of all their entries."""
+        samples: dict[tuple[str, str, str], list[Sample]] = {}
+        for at, entry in entries.items():
+            own = samples.setdefault(_problem(entry), [])
+            own += (
+                self._sample(f"[{at}].outputs[{place}]", place, output) for place, output in enumerate(entry["outputs"])
+            )
+        return [Judged(*problem, tuple(own)) for problem, own in samples.items()]
 
-    def _sample(self, where: str, output: Mapping[str, Any]) -> Sample:
-        if not isinstance(built := output.get("did_build"), bool):
-            raise self._fault(f"{where}.did_build", output.get("did_build", NOT_GIVEN), "true or false")
+    def _sample(self, where: str, place: int, output: Mapping[str, Any]) -> Sample:
+        for key in ("did_build", "is_source_valid"):
+            if not isinstance(output.get(key), bool):
+                raise self._fault(f"{where}.{key}", output.get(key, NOT_GIVEN), "true or false")
         runs = output.get("runs", NOT_GIVEN)
         good = isinstance(runs, list) and bool(runs) and all(isinstance(run, dict) for run in runs)
         if runs is not None and not good:
@@ -141,7 +165,7 @@ class _Results:
         read = tuple(self._run(f"{where}.runs[{at}]", run) for at, run in enumerate(runs or ()))
         if sequential is None and any(run.valid for run in read):
             raise self._fault(f"{where}.best_sequential_runtime", None, "a number of seconds beside a valid run")
-        return Sample(built, read, sequential)
+        return Sample(output["did_build"], read, sequential, output["is_source_valid"], place)
 
     def _run(self, where: str, run: Mapping[str, Any]) -> TimedRun:
         if not isinstance(valid := run.get("is_valid", NOT_GIVEN), bool | None):

@@ -2,7 +2,8 @@
 
 The script (analysis/metrics.py of ParEval) differs from the paper: it counts a build once for each of its runs, takes
 the worst of k draws for the best, leaves failed samples out, gives 1 for binomials of too few samples, and divides
-OpenMP's speed-up with 32 threads by 8.
+OpenMP's speed-up with 32 threads by 8. It takes a sequential answer for a parallel one, and outputs of one index in
+several entries of a problem for one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,11 +50,20 @@ class Sample(NamedTuple):
     runs: tuple[TimedRun, ...] = ()
     sequential: float | None = None
     """Time of the best sequential program, in seconds."""
+    parallel: bool = True
+    """True if the text uses its execution model, as the drivers' `is_source_valid` says."""
+    place: int = 0
+    """Index in its entry of the file."""
+
+    @property
+    def valid(self) -> bool:
+        """True if there are runs and all are valid."""
+        return self.built and bool(self.runs) and all(run.valid for run in self.runs)
 
     @property
     def correct(self) -> bool:
-        """True if there are runs and all are valid."""
-        return self.built and bool(self.runs) and all(run.valid for run in self.runs)
+        """True if valid and, as the paper asks, in its execution model."""
+        return self.valid and self.parallel
 
 
 @dataclass(frozen=True)
@@ -159,11 +169,14 @@ def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]
     times = sorted(run.seconds or 0.0 for _, runs in chosen for run in runs)
     sequential = min((sample.sequential or 0.0 for sample, runs in chosen if runs), default=0.0)
     draws = _binomial(len(times), k)
+    right: dict[int, bool] = {}
+    for sample in samples:
+        right[sample.place] = sample.valid and right.get(sample.place, True)
     terms = [_binomial(j, k - 1) * sequential / (draws * max(time, _LEAST_S)) for j, time in enumerate(times)]
     speedup = sum(terms) if terms else None  # a problem without a valid run is not in the script's mean
     return {
         "build": _script_pass(len(builds), sum(builds), k),
-        "pass": _script_pass(len(samples), sum(sample.correct for sample in samples), k),
+        "pass": _script_pass(len(right), sum(right.values()), k),
         "speedup": speedup,
         "efficiency": None if speedup is None else speedup / divisor,
     }

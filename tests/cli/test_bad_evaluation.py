@@ -72,6 +72,10 @@ RESULTS = {
     "an object": (b'{"results": []}', "r.json': ParEval's results: a list with an object for each problem"),
     "of lm-eval": (b'[{"doc_id": 1}]', "r.json[0].name': a text, as in ParEval's results; here (not given)"),
     "no build": ({"did_build": None}, "r.json[0].outputs[0].did_build': true or false, as in"),
+    "no word of its model": (
+        {"is_source_valid": None},
+        "r.json[0].outputs[0].is_source_valid': true or false, as in",
+    ),
     "runs of text": ({"runs": "PASS"}, "r.json[0].outputs[0].runs': a list of at least one object, or null"),
     "no runs": ({"runs": []}, "r.json[0].outputs[0].runs': a list of at least one object, or null"),
     "a word": ({"runs": [RUN | {"is_valid": "yes"}]}, "r.json[0].outputs[0].runs[0].is_valid': true, false or null"),
@@ -123,6 +127,20 @@ def test_results(files, refused, case):
     else:
         (files / "r.json").write_text(json.dumps([GENERATED | {"outputs": [OUTPUT | change]}]))
     refused(["evaluate", "--results", "r.json"], "error: --results = 'r.json", says)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_problem_judged_in_part(files, refused, at):
+    entries = [GENERATED | {"outputs": outputs} for outputs in ([[OUTPUT, "}"]], [[OUTPUT], ["}"]])[at]]
+    (files / "r.json").write_text(json.dumps(entries))
+    accepted = "objects, as other outputs of scan_of_running_maxima (serial) are: it is judged in part"
+    refused(["evaluate", "--results", "r.json"], f"error: --results = 'r.json[{at}].outputs': {accepted}")
+
+
+def test_draws_from_a_problem_in_several_entries(files, refused):
+    (files / "g.json").write_text(json.dumps([GENERATED, GENERATED]))
+    says = "--k = 5: at most the number of samples of each problem, 4"
+    refused(["evaluate", "--generations", "g.json", "--execute", "--k", "4", "5"], says)
 
 
 def test_generations(files, refused):

@@ -7,8 +7,9 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from axonn_jax.cli.evaluate.report import ends
 from axonn_jax.cli.main import main
-from axonn_jax.evaluate.formats import read_results
+from axonn_jax.evaluate.formats import read_results, samples_of
 from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun, best_of_k, measure, pass_at_k
 
 MODELS = {
@@ -40,7 +41,7 @@ def results(seed=3, samples=6):
                 {
                     "generated_output": f"{at} }}",
                     "did_build": built,
-                    "is_source_valid": True,
+                    "is_source_valid": model != "omp" or bool(rng.random() < 0.7),
                     "best_sequential_runtime": float(rng.uniform(0.1, 0.3)) if built else None,
                     "runs": runs if built else None,
                 }
@@ -101,11 +102,46 @@ def by_subsets(outputs, k, n):
     sequential = min((o["best_sequential_runtime"] for o in outputs if o["did_build"]), default=0.0)
     facts = []
     for output in outputs:
-        right = output["did_build"] and all(run["is_valid"] for run in output["runs"])
+        right = output["did_build"] and output["is_source_valid"] and all(run["is_valid"] for run in output["runs"])
         at_n = [r for r in output["runs"] or () if r.get("num_procs", 1) * r.get("num_threads", 1) == n]
         facts.append((output["did_build"], right, sequential / at_n[0]["runtime"] if right else 0.0))
     subsets = list(itertools.combinations(facts, k))
     return [fmean(max(fact[at] for fact in subset) for subset in subsets) for at in range(3)]
+
+
+def test_a_sequential_answer_is_right_by_the_script_alone():
+    runs = (TimedRun(True, 1.0, None, 32),)
+    problem = [Judged("p", "sort", "omp", (Sample(True, runs, 4.0, False), Sample(True, runs, 4.0)))]
+    paper, code = measure(problem, 1, 32), measure(problem, 1, 32, "as-code")
+    assert (paper["build"], paper["pass"], paper["speedup"]) == (1.0, 0.5, 2.0)
+    assert (code["build"], code["pass"], code["speedup"]) == (1.0, 1.0, 4.0)
+    outputs = [{"did_build": True, "are_all_valid": True, "is_source_valid": valid} for valid in (True, False)]
+    assert ends([{"outputs": outputs}]) == {"right": 1, "right, but sequential": 1}
+
+
+def in_shards(entries):
+    """The entries, each as two with a part of the outputs, one behind all the others."""
+    return [entry | {"outputs": entry["outputs"][part]} for part in (slice(2), slice(2, None)) for entry in entries]
+
+
+def test_entries_of_a_problem_are_one_problem(recorded, tmp_path, capsys):
+    path, entries = recorded
+    (tmp_path / "shards.json").write_text(json.dumps(in_shards(entries)))
+    reports = []
+    for file in (path, tmp_path / "shards.json"):
+        assert main(["evaluate", "--results", str(file), "--k", "1", "6", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+    assert samples_of(in_shards(entries)) == samples_of(entries)
+    assert set(samples_of(entries).values()) == {6}
+
+
+def test_problems_that_were_not_judged_are_counted(recorded, tmp_path, capsys):
+    _, entries = recorded
+    left_out = entries[0] | {"outputs": ["}"]}
+    (tmp_path / "part.json").write_text(json.dumps([left_out, left_out, *entries[1:]]))
+    assert main(["evaluate", "--results", str(tmp_path / "part.json")]) == 0
+    assert capsys.readouterr().err.endswith("part.json: not judged, and left out: 1 of 24 problems\n")
 
 
 def restated(entries, k):
@@ -117,9 +153,11 @@ def restated(entries, k):
     select = {"kokkos": (None, 32), "omp": (None, 32), "mpi": (512, None), "mpi+omp": (4, 64)}
     resources = {"serial": 1, "kokkos": 32, "omp": 8, "mpi": 512, "mpi+omp": 256, "cuda": 1}
     found = {}
+    problems = {}
     for entry in entries:
-        model = entry["parallelism_model"]
-        rows = [(at, o, run) for at, o in enumerate(entry["outputs"]) for run in (o["runs"] or [{}])]
+        problems.setdefault((entry["name"], entry["parallelism_model"], entry["problem_type"]), []).append(entry)
+    for (_, model, kind), own in problems.items():
+        rows = [(at, o, run) for entry in own for at, o in enumerate(entry["outputs"]) for run in (o["runs"] or [{}])]
         rows = [row for row in rows if not (model == "kokkos" and row[2].get("num_threads") == 64)]
         build = product(len(rows), sum(o["did_build"] for _, o, _ in rows))
         good = [all(run.get("is_valid") for i, _, run in rows if i == at) for at in {at for at, _, _ in rows}]
@@ -134,16 +172,19 @@ def restated(entries, k):
             )
             n = len(times)
             speed = sum(choose(j - 1, k - 1) * base / (choose(n, k) * max(times[j - 1], 1e-8)) for j in range(1, n + 1))
-        group = found.setdefault((model, entry["problem_type"]), ([], [], []))
+        group = found.setdefault((model, kind), ([], [], []))
         for column, value in zip(group, (build, product(len(good), sum(good)), speed), strict=True):
             column.extend([] if value is None else [value])
     means = {key: [np.mean(column) if column else 0.0 for column in columns] for key, columns in found.items()}
     return {key: (*values, values[2] / resources[key[0]]) for key, values in means.items()}
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_as_code_is_the_published_script(recorded, capsys, k):
+@pytest.mark.parametrize(("k", "shards"), [(1, False), (3, False), (5, False), (3, True)])
+def test_as_code_is_the_published_script(recorded, tmp_path, capsys, k, shards):
     path, entries = recorded
+    if shards:
+        path, entries = tmp_path / "shards.json", in_shards(entries)
+        path.write_text(json.dumps(entries))
     assert main(["evaluate", "--results", str(path), "--metrics", "as-code", "--k", str(k), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"] == "as-code"

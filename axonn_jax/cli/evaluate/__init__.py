@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, write
+from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
 from axonn_jax.evaluate.metrics import Definition, Judged
 from axonn_jax.evaluate.suite import MODELS, Problem, TemplateName, check_suite, problems
 from axonn_jax.grid import GridShape
@@ -136,7 +136,7 @@ def _judge(args: Evaluate) -> int:
             return 0  # the first process judges
         entries = _of_suite(args, known, read_generations(args.generations, "--generations"))
         out = _out(args, args.generations.with_suffix(".results.json"))
-        check_k(args.k, min(len(entry["outputs"]) for entry in entries))
+        check_k(args.k, min(samples_of(entries).values()))
     else:
         from axonn_jax.cli.evaluate.model import generated
 
@@ -145,7 +145,7 @@ def _judge(args: Evaluate) -> int:
         out = _out(args, args.run_dir / "evaluate.json")
         entries, _ = generated(args, args.run_dir, _prompts(known), alone=True)
         write(out, entries, "--out")
-    count, memory = sum(len(entry["outputs"]) for entry in entries), int(args.memory * 2**30)
+    count, memory = samples_of(entries).total(), int(args.memory * 2**30)
     settings = [entries, args.suite, command, args.seconds, memory, args.as_root, threads_of("omp")]
     with (
         terminated(),

@@ -71,7 +71,7 @@ def _end(output: dict[str, Any]) -> str:
     if not output["did_build"]:
         return "not built"
     if output["are_all_valid"]:
-        return "right"
+        return "right" if output["is_source_valid"] else "right, but sequential"
     return output["runs"][-1]["stopped"] or "wrong result"
 
 
