@@ -6,19 +6,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from axonn_jax.data.manifest import FORMAT, MANIFEST, MAX_MANIFEST, MAX_TOKENIZER, MAX_VOCAB, TOKENIZER, Manifest
 from axonn_jax.documents import parse_json, read_bytes, read_json
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import (
+    ADDED,
     FOLDER,
+    NAMED_TOKENS,
     OF_TOKENIZER,
     SAVE_TOKENIZER,
     SETTINGS,
+    UNSPLIT,
     end_tokens,
     root_of,
     small_files,
+    tokenizer_settings,
 )
 
 EOT = "<|endoftext|>"
@@ -60,11 +64,17 @@ def check_vocab(vocab: int) -> None:
 def load(file: str | Path, field: str = "data.path") -> Any:
     """Read a ``tokenizer.json``, with all of its settings but truncation and padding.
 
+    Added and special tokens are also those that the files beside it name, as transformers reads them.
+
     Raises:
-        UserError: the file is missing or is no tokenizer; ``field`` is the name in the message.
+        UserError: the file is missing or is no tokenizer, or the files contradict each other; ``field`` is the name in
+            the message.
     """
+    file = Path(file)
     try:
-        tokenizer = _sound(read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent)))
+        raw = read_json(file, MAX_TOKENIZER, inside=root_of(file.parent))
+        settings = tokenizer_settings(file.parent, field) if file.name == TOKENIZER else {}
+        tokenizer = _sound(raw, settings)
     except OSError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
     except ValueError as error:
@@ -84,12 +94,14 @@ def _is_ours(tokenizer: Any) -> bool:
     return bool(own == given)
 
 
-def _sound(raw: Any) -> Any:
-    """Return the tokenizer of a file's content; raises ``ValueError``."""
+def _sound(raw: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a file's content and of the files beside it; raises ``ValueError``."""
     try:
         tokenizer = Tokenizer.from_str(json.dumps(raw))
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        _split_as_class(tokenizer, raw, settings)
+        _add_tokens(tokenizer, raw, settings)
         numbers = [*tokenizer.get_vocab(with_added_tokens=True).values()]
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -100,6 +112,62 @@ def _sound(raw: Any) -> Any:
     if len({*numbers}) < len(numbers):
         raise ValueError("two of its tokens have one number")
     return tokenizer
+
+
+def _split_as_class(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+    """Put spaces before texts as transformers does for Llama's classes, which ignore tokenizer.json in that."""
+    own = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
+    if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in own:
+        scheme = "first" if settings["tokenizer_class"].startswith("Code") or not settings.get("legacy") else "always"
+        scheme = scheme if settings.get("add_prefix_space") in (None, True) else "never"
+        tokenizer.normalizer, tokenizer.pre_tokenizer = None, pre_tokenizers.Metaspace("\u2581", scheme, split=False)
+
+
+def _of_llama(settings: Mapping[str, Any]) -> bool:
+    return str(settings.get("tokenizer_class")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer")
+
+
+def _add_tokens(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+    """Add the tokens of the settings, in the order and with the flags of transformers.
+
+    Raises ``ValueError`` for a token with two numbers, or with one that the library does not give it.
+    """
+    listed = {int(number): _token(entry) for number, entry in settings.get("added_tokens_decoder", {}).items()}
+    numbered = [(entry["id"], entry["content"], TOKENIZER) for entry in raw.get("added_tokens") or []]
+    numbered += [(number, text, ADDED) for text, number in settings.get(ADDED, {}).items()]
+    numbered += [(number, token.content, SETTINGS) for number, token in listed.items()]
+    _check_numbers(tokenizer, numbered)
+    own = tokenizer.get_added_tokens_decoder().values()
+    known, alike = {token.content for token in own}, {repr(token) for token in own}
+    added = {token.content: token for _, token in sorted(listed.items()) if repr(token) not in alike}
+    named = [settings.get(key) for key in NAMED_TOKENS]
+    named += [value for key, value in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
+    extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or []
+    named += extra.values() if isinstance(extra, dict) else []
+    special = [_token(entry) for entry in named if isinstance(entry, str | dict)]
+    for token in (*special, *map(_token, [] if isinstance(extra, dict) else extra)):
+        if token.content not in known:
+            added.setdefault(token.content, token)
+    for text in {token.content for token in special} & added.keys():
+        added[text].special = True
+    tokenizer.add_tokens([*added.values()])
+    _check_numbers(tokenizer, numbered)
+
+
+def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None:
+    added = tokenizer.get_added_tokens_decoder()  # in which a text is as it was before a normalizer
+    for number, text, name in numbered:
+        taken = added[number].content if number in added else tokenizer.id_to_token(number)
+        if taken not in (None, text):
+            raise ValueError(f"token {number} is {taken!r}, but {text!r} in {name}")
+        if (given := tokenizer.token_to_id(text)) not in (None, number):
+            raise ValueError(f"{text!r} is token {given}, but {number} in {name}")
+
+
+def _token(entry: Any) -> AddedToken:
+    """Return the added token of a file's object, or text, which is special."""
+    fields: dict[str, Any] = {"content": entry, "special": True} if isinstance(entry, str) else entry
+    return AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
 
 
 def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
@@ -117,9 +185,16 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
     if (end := end_of(file.parent, tokenizer, field)) is None:
         accepted = f"a tokenizer with an eos_token named in a {SETTINGS} beside the file"
         raise UserError(field, str(path), accepted)
+    if end not in tokenizer.get_added_tokens_decoder():  # as the files will name it
+        tokenizer.add_special_tokens([tokenizer.id_to_token(end)])
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
-    files = small_files(file.parent, field, OF_TOKENIZER) if file.name == TOKENIZER else {}
-    return tokenizer, naming_end({**dict(files), TOKENIZER: raw}, tokenizer, end), end
+    if file.name != TOKENIZER:
+        return tokenizer, naming_end({TOKENIZER: raw}, tokenizer, end), end
+    files = naming_end({**dict(small_files(file.parent, field, OF_TOKENIZER)), TOKENIZER: raw}, tokenizer, end)
+    kind = tokenizer_settings(file.parent, field)["tokenizer_class"]
+    if kind == UNSPLIT and _of_llama(settings := parse_json(files[SETTINGS])):  # without config.json, which says so
+        files[SETTINGS] = json.dumps(settings | {"tokenizer_class": kind}, indent=2, ensure_ascii=False).encode()
+    return tokenizer, files, end
 
 
 def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:

@@ -24,6 +24,13 @@ OF_TOKENIZER = re.compile(
 """Names of the files that make a tokenizer."""
 SMALL = re.compile(rf"(config|generation_config)\.json|{OF_TOKENIZER.pattern}")
 """Names of the files that are carried byte for byte."""
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Settings that each name a special token of any tokenizer, in transformers' order."""
+UNSPLIT = "PreTrainedTokenizerFast"
+"""Class of a tokenizer that splits texts as its tokenizer.json says."""
+_UNSPLIT = {"internlm2", "minicpm3", "ministral", "mistral", "mistral3", "mixtral", "phi3", "phimoe", "pixtral"}
+"""Types of models whose tokenizers transformers gives this class."""
+ADDED, _SPECIAL = "added_tokens.json", "special_tokens_map.json"
 SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
 _MOST_CONFIG = 16 << 20
 _MOST_SMALL = 256 << 20
@@ -210,7 +217,10 @@ def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterato
     root, numbers = root_of(directory), set(vocab.values())
     for name in (SETTINGS, CONFIG, GENERATION):
         try:
-            raw = read_json(directory / name, _MOST_CONFIG, inside=root)
+            if name == SETTINGS:
+                raw: Any = tokenizer_settings(directory, field)
+            else:
+                raw = read_json(directory / name, _MOST_CONFIG, inside=root)
         except OSError:
             continue
         except ValueError as error:
@@ -222,6 +232,37 @@ def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterato
                 end = vocab.get(end) if isinstance(end, str) else end
                 if type(end) is int and (end in numbers or not vocab):
                     yield end
+
+
+def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
+    """The settings of a tokenizer as transformers reads them; raises ``UserError`` for a file that cannot be read.
+
+    The tokens of special_tokens_map.json and added_tokens.json count where tokenizer_config.json has no
+    `added_tokens_decoder`; that key then has those of the latter. config.json may say which class splits texts.
+    """
+    paths = (directory / name for name in (SETTINGS, _SPECIAL, ADDED, CONFIG))
+    settings, special, added, config = (
+        read_object(path, field, _MOST_CONFIG) if os.path.lexists(path) else {} for path in paths
+    )
+    if not settings.get("extra_special_tokens") and "additional_special_tokens" in settings:
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    if "added_tokens_decoder" not in settings:
+        extra, more = settings.get("extra_special_tokens"), special.get("extra_special_tokens")
+        settings |= special
+        if isinstance(more, list):
+            settings["extra_special_tokens"] = [*(extra if isinstance(extra, list) else []), *more]
+        extra = settings.get("extra_special_tokens")
+        names = [settings.get(key) for key in NAMED_TOKENS] + (extra if isinstance(extra, list) else [])
+        # Objects of a type's name are read later in transformers, and match no text here.
+        texts = [
+            entry.get("content") if isinstance(entry, dict) and "__type" not in entry else entry for entry in names
+        ]
+        settings["added_tokens_decoder"] = {
+            number: {"content": text, "special": text in texts, "normalized": text not in texts}
+            for text, number in added.items()
+        }
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    return {**settings, ADDED: added, "tokenizer_class": UNSPLIT if config.get("model_type") in _UNSPLIT else kind}
 
 
 def with_dtype(raw: bytes, dtype: str) -> bytes:
