@@ -73,7 +73,7 @@ def run(args: Loki) -> int:
         raise UserError(field, error.value, error.accepted) from None
     if samples.manifest.packed:
         raise UserError("--data", str(args.data), "a stream of text; this is rows (`prepare --instructions`)")
-    check_tokenizer(args, samples.manifest.vocab, shape.vocab)
+    check_tokenizer(args, samples.manifest.used, shape.vocab)
     rows = -(-_ROWS // args.grid.batch_shards) * args.grid.batch_shards
     count = min(args.tokens // length, len(samples)) // rows
     if not count:
@@ -126,12 +126,12 @@ def run(args: Loki) -> int:
     return 0
 
 
-def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
+def check_tokenizer(args: Loki, used: int, most: int) -> None:
     """Raise ``UserError`` for data of another tokenizer than RUN_DIR's."""
     from axonn_jax.data.tokenize import load
 
-    if vocab > most:
-        raise UserError("--data", str(args.data), f"tokens below model.vocab = {most}; these are of {vocab}")
+    if used > most:
+        raise UserError("--data", str(args.data), f"tokens below model.vocab = {most}; the largest is {used - 1}")
     own, theirs = args.run_dir / "tokenizer.json", args.data / "tokenizer.json"
     if own.exists() and load(own, "RUN_DIR").get_vocab() != load(theirs, "--data").get_vocab():
         accepted = f"tokens of RUN_DIR's tokenizer: axonn-jax prepare SOURCE DATA_DIR --tokenizer {args.run_dir}"

@@ -52,6 +52,8 @@ class Split:
     """Targets that count; None in a stream, where all do."""
     padding: int | None = None
     """Tokens behind the last documents of rows; None in a stream."""
+    largest: int | None = None
+    """Largest id in the shards; None in a directory of an early version."""
 
     @property
     def fill(self) -> float:
@@ -100,6 +102,11 @@ class Manifest:
     def packed(self) -> bool:
         """True if the data is rows of `models.packed`."""
         return self.kind == "rows"
+
+    @property
+    def used(self) -> int:
+        """Rows of the smallest table with all ids of the data, or else of the tokenizer."""
+        return max(self.vocab if split.largest is None else split.largest + 1 for split in self.splits.values())
 
     def lines(self) -> list[str]:
         """Lines on rows for a run's log; none of a stream."""
@@ -186,6 +193,8 @@ class Manifest:
             if name not in self.splits:
                 raise ValueError(f"splits.{name} is missing")
             _check_split(name, self.splits[name])
+        if not 1 <= self.used <= self.vocab:
+            raise ValueError(f"largest = {self.used - 1}, not in the vocabulary")
         if self.kind != VERSIONS[self.version] or self.packed != (self.row >= 2):
             raise ValueError(f"kind = {self.kind[:40]!r} with row = {self.row} in version {self.version}")
         if self.packed and (self.dtype != "uint32" or any(split.tokens % self.row for split in self.splits.values())):
@@ -240,22 +249,18 @@ class Manifest:
             raise UserError("model.seq_len", seq_len, accepted)
         for name in splits:
             if (tokens := self.splits[name].tokens) < seq_len + 1:
-                raise UserError(
-                    "model.seq_len",
-                    seq_len,
-                    f"at most {max(tokens - 1, 0)}: the {name} split of {str(self.path)!r} has {tokens} tokens; or "
-                    "prepare more text",
-                )
+                has = f"the {name} split of {str(self.path)!r} has {tokens} tokens; or prepare more text"
+                raise UserError("model.seq_len", seq_len, f"at most {max(tokens - 1, 0)}: {has}")
 
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
-        """Raise ``UserError`` where ids, or rows' words, read from a shard are not all in the vocabulary."""
+        """Raise ``UserError`` where ids, or rows' words, read from a shard are beyond those of the manifest."""
         if self.packed:
             from axonn_jax.models.packed import token_ids  # imports jax, which a stream's readers do not need
 
             ids = token_ids(ids)
-        if len(ids) and (largest := int(ids.max())) >= self.vocab:
+        if len(ids) and (largest := int(ids.max())) >= self.used:
             raise _bad(
-                self.path, f"shard {shard.name} has token {largest}, beyond the vocabulary of {self.vocab}; {AGAIN}"
+                self.path, f"shard {shard.name} has token {largest}, beyond the largest, {self.used - 1}; {AGAIN}"
             )
 
     def _check(self, what: str, name: str, expected: str | None) -> None:

@@ -160,6 +160,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
         self.split = split
         self.counts = np.zeros(vocab, np.int64)
+        self.largest = 0
         self._folder, self._dtype, self._eot, self._limit = folder, dtype.newbyteorder("<"), eot_id, limit
         self._done: list[Shard] = []
         self._file: BinaryIO | None = None
@@ -184,6 +185,7 @@ class ShardWriter:
                 self._file = (self._folder / self._name).open("wb")
                 self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0
             part, ids = np.split(ids, [self._limit - self._tokens])
+            self.largest = max(self.largest, int((part if targets is None else _ids_of_words(part)).max()))
             raw = part.astype(self._dtype).tobytes()
             self._file.write(raw)
             self._digest.update(raw)
@@ -204,6 +206,13 @@ class ShardWriter:
         file.close()
         self._file = None
         self._done.append(Shard(self._name, self._tokens, self._documents, self._digest.hexdigest()))
+
+
+def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    from axonn_jax.models.packed import token_ids  # imports jax, which a stream's writers do not need
+
+    ids: NDArray[np.uint32] = token_ids(words)
+    return ids
 
 
 def put(path: Path, raw: bytes) -> None:
@@ -265,5 +274,6 @@ def _encode(
         raise _changed(source, f"{total:,} bytes of text before, {sizes.total():,} now")
     shards = {name: writer.close() for name, writer in writers.items()}
     return {
-        name: Split(sizes[name], sum(shard.tokens for shard in of_split), of_split) for name, of_split in shards.items()
+        name: Split(sizes[name], sum(shard.tokens for shard in of_split), of_split, largest=writers[name].largest)
+        for name, of_split in shards.items()
     }

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from axonn_jax.data.manifest import MAX_VOCAB
 from axonn_jax.data.tokenize import prompt_ids
 from axonn_jax.documents import parse_json, read_bytes
 from axonn_jax.errors import UserError
+from axonn_jax.models.config import ModelShape
 
 MOST_BYTES = 256 << 20
 """Largest size of a file of prompts, in bytes."""
@@ -31,9 +33,17 @@ def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dic
     return prompts
 
 
-def ids_within(tokenizer: Any, text: str, seq_len: int, *, special: bool = True) -> tuple[int, ...]:
-    """Return a prompt's tokens (`prompt_ids`); raise ``UserError`` without room for one more."""
+def ids_within(
+    tokenizer: Any, text: str, seq_len: int, *, special: bool = True, vocab: int = MAX_VOCAB
+) -> tuple[int, ...]:
+    """Return a prompt's tokens (`prompt_ids`).
+
+    Raises ``UserError`` for one beyond the model's vocabulary, or without room for one more.
+    """
     ids = tuple(prompt_ids(tokenizer, text, special=special))
+    if (largest := max(ids)) >= vocab:
+        accepted = f"a prompt of tokens below model.vocab = {vocab}; this one has {largest}"
+        raise UserError("--prompt", tokenizer.id_to_token(largest), accepted)
     if len(ids) >= seq_len:
         accepted = f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
         raise UserError("--prompt", f"{len(ids)} tokens", accepted)
@@ -52,7 +62,7 @@ class FixedPrompt(NamedTuple):
     ids: tuple[int, ...]
 
 
-def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[FixedPrompt]:
+def fixed_prompts(path: Path, tokenizer: Any, shape: ModelShape, field: str) -> list[FixedPrompt]:
     """Return the prompts of a file: `.jsonl`, or of any other name a text a line; raise ``UserError`` for `field`."""
     try:
         raw = read_bytes(path, MOST_BYTES)
@@ -66,7 +76,7 @@ def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[
     prompts = []
     for number, line in lines.items():
         try:
-            prompts.append(FixedPrompt(line, ids_within(tokenizer, line["prompt"], seq_len)))
+            prompts.append(FixedPrompt(line, ids_within(tokenizer, line["prompt"], shape.seq_len, vocab=shape.vocab)))
         except UserError as error:
             raise UserError(field, file_line(path, number), error.accepted) from None
     if not prompts:

@@ -202,12 +202,12 @@ def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
     return next(_ends(folder, tokenizer, field), None)
 
 
-def ends_of(folder: Path, tokenizer: Any, field: str) -> tuple[int, ...]:
-    """Return the end ids of a text in generation: all in a directory's files, `end_of`'s first.
+def ends_of(folder: Path, tokenizer: Any, field: str, vocab: int = MAX_VOCAB) -> tuple[int, ...]:
+    """Return the end ids below `vocab` of a text in generation: all in a directory's files, `end_of`'s first.
 
     Without a tokenizer only ids given as numbers count.
     """
-    return tuple(dict.fromkeys(_ends(folder, tokenizer, field)))
+    return tuple(end for end in dict.fromkeys(_ends(folder, tokenizer, field)) if end < vocab)
 
 
 def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
@@ -258,6 +258,18 @@ def files_of(prepared: Path) -> dict[str, bytes]:
     with contextlib.suppress(UserError):  # training needs none
         return naming_end(files, load(prepared / TOKENIZER), Manifest.load(prepared).eot_id)
     return files
+
+
+def alike(base: Path, prepared: Path, field: str) -> bool:
+    """Return True if data has the tokenizer of a model's directory, or that has none; compares file and tokens."""
+    raw, ours = (dict(small_files(folder, field, OF_TOKENIZER)).get(TOKENIZER) for folder in (base, prepared))
+    with contextlib.suppress(UserError):  # training needs none
+        return raw is None or (raw == ours and _tokens(base) == _tokens(prepared))
+    return raw == ours
+
+
+def _tokens(folder: Path) -> Any:
+    return load(folder / TOKENIZER).get_vocab(with_added_tokens=True)
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:

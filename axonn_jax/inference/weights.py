@@ -69,7 +69,7 @@ def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
         return ()
     folder = Path(model)
     tokenizer = load(folder / TOKENIZER, "RUN_DIR") if (folder / TOKENIZER).exists() else None
-    return tuple(end for end in ends_of(folder, tokenizer, "RUN_DIR") if end < vocab)
+    return ends_of(folder, tokenizer, "RUN_DIR", vocab)
 
 
 def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:

@@ -74,7 +74,7 @@ class ModelConfig:
     ffn: int | None = None
     """Width of the feed-forward layer. Default: 4 `hidden`, or the preset's."""
     vocab: int | None = None
-    """Size of the vocabulary, at least the prepared data's. Default: the preset's, else the data's."""
+    """Size of the vocabulary, above the largest token of the data. Default: the preset's, else the tokenizer's."""
     seq_len: int | None = None
     """Tokens a sequence. Required without a preset."""
     positions: Positions | None = None

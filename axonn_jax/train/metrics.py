@@ -188,7 +188,7 @@ class Samples:
             grid,
             slots=-(-min(_AT_ONCE, len(self._requests)) // replicas) * replicas,
             length=max(len(request.prompt) + request.tokens for request in self._requests),
-            stops=ends_of(self._folder, self._tokenizer, "log.dir"),
+            stops=ends_of(self._folder, self._tokenizer, "log.dir", self._shape.vocab),
             limit=1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values()),
         )
 

@@ -58,8 +58,8 @@ def check(config: Config) -> Config:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
     shape = config.model.shape(default_vocab=manifest.vocab)
-    if shape.vocab < manifest.vocab:
-        accepted = f"at least the prepared data's vocabulary, which is {manifest.vocab}"
+    if shape.vocab < manifest.used:
+        accepted = f"at least {manifest.used}, or data without token {manifest.used - 1}"
         raise UserError("model.vocab", shape.vocab, accepted)
     if config.checkpoint.weights and not goes_on and is_pretrained(weights := Path(config.checkpoint.weights)):
         from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
@@ -132,7 +132,7 @@ def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPromp
     from axonn_jax.data.tokenize import load
 
     tokenizer = load(Path(config.data.path) / TOKENIZER)
-    return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape.seq_len, "train.sample_prompts")
+    return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape, "train.sample_prompts")
 
 
 def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> None:

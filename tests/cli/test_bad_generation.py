@@ -184,6 +184,6 @@ def test_data_of_a_calibration(run_dir, prepared, refused):
     refused(words, "--data = '", "tokens of RUN_DIR's tokenizer: axonn-jax prepare", "--tokenizer run")
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace("vocab = 300", "vocab = 299"))
-    refused(words, "--data = '", "tokens below model.vocab = 299; these are of 300")
+    refused(words, "--data = '", "tokens below model.vocab = 299; the largest is 299")
     config.write_text(config.read_text().replace("seq_len = 16", "seq_len = 99999"))
     refused(words, "--seq-len = 99999: at most ", "the valid split of ")

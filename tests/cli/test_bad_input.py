@@ -57,7 +57,7 @@ KEYS = [
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
     ("model.layers", "0", "0", "an integer of at least 1"),
-    ("model.vocab", "256", "256", "at least the prepared data's vocabulary, which is 300"),
+    ("model.vocab", "256", "256", "at least 300, or data without token 299"),
     ("model.seq_len", "1000000", "1000000", "at most"),
     ("model.dropout", "1", "1.0", "a probability"),
     ("model.init_std", "inf", "inf", "a finite number above 0"),

@@ -41,7 +41,7 @@ def chat_dir(run_dir):
 
 
 def ids(folder, **options):
-    given = prompts_of(Generate(folder, chat=True, **options), load(folder / "tokenizer.json"), 4096)
+    given = prompts_of(Generate(folder, chat=True, **options), load(folder / "tokenizer.json"), 4096, 1 << 20)
     assert [prompt.text for prompt in given] == [""] * len(given)
     return [list(prompt.ids) for prompt in given]
 

@@ -32,7 +32,6 @@ TOKENIZERS = {
     "cut off": (lambda file: os.truncate(file, 999), "is damaged"),
     "deep": (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
     "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
-    "larger than the model": (change(lambda model: model["vocab"].update({"xyz": 300})), "at most model.vocab = 300"),
 }
 
 

@@ -11,6 +11,7 @@ import tokenizers
 
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
+from axonn_jax.data.manifest import Manifest
 from axonn_jax.models.huggingface.families import shape_from_config
 
 CONFIG = pretrained.CONFIGS["llama"]
@@ -202,6 +203,32 @@ def test_data_of_another_tokenizer_is_told(trained, tmp_path, capsys):
     assert f"prepared with another tokenizer than that of {trained / 'base'}" in capsys.readouterr().err
 
 
+def test_a_tokenizer_longer_than_the_table_serves_where_no_text_has_the_rest(trained, tmp_path, capsys):
+    """A padding token behind the table's last row, of a model as of its mirror."""
+    shutil.copytree(trained / "base", tmp_path / "base")
+    longer, table = tokenizers.Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json")), CONFIG["vocab_size"]
+    names = [f"[{number}]" for number in range(table - longer.get_vocab_size())]
+    longer.add_special_tokens([*names, "[PAD]"])
+    longer.save(str(tmp_path / "base" / "tokenizer.json"))
+    prepare = ["prepare", str(trained / "text"), str(tmp_path / "data"), "--holdout", "0.3", "--tokenizer"]
+    assert main([*prepare, str(tmp_path / "base")]) == 0
+    manifest = Manifest.load(tmp_path / "data")
+    used = {int(id) for name in ("train", "valid") for id in np.fromfile(manifest.path / f"{name}-00000.bin", "uint16")}
+    assert (manifest.vocab, manifest.used) == (table + 1, max(used) + 1)
+    argv = ["train", str(tmp_path / "base" / "config.toml"), "--data.path", str(tmp_path / "data"), *SHORT]
+    argv += ["--log.dir", str(tmp_path / "run"), "--train.steps", "1"]
+    assert main(argv) == 0
+    assert "another tokenizer" not in capsys.readouterr().err
+    generate = ["generate", str(tmp_path / "run"), "--tokens", "2", "--prompt"]
+    assert main([*generate, "the "]) == 0
+    assert main([*generate, "the [PAD]"]) == 2
+    says = f"error: --prompt = '[PAD]': a prompt of tokens below model.vocab = {table}; this one has {table}\n"
+    assert capsys.readouterr().err.endswith(says)
+    assert main([*argv, "--model.vocab", str(max(used))]) == 2
+    says = f"error: model.vocab = {max(used)}: at least {max(used) + 1}, or data without token {max(used)}\n"
+    assert capsys.readouterr().err.endswith(says)
+
+
 def test_a_model_from_scratch_gets_config_and_tokenizer(trained, tmp_path, capsys):
     data, run = str(tmp_path / "data"), str(tmp_path / "run")
     assert main(["prepare", str(trained / "text"), data, "--vocab", "260", "--holdout", "0.3"]) == 0
@@ -216,3 +243,10 @@ def test_a_model_from_scratch_gets_config_and_tokenizer(trained, tmp_path, capsy
     assert settings["eos_token"] == "<|endoftext|>"
     state = pretrained.read_model(tmp_path / "out")
     assert sum(value.size for value in state.values()) == shape_from_config(made).params()
+    other = str(tmp_path / "other")
+    assert main(["prepare", str(trained / "text"), other, "--vocab", "259", "--holdout", "0.3"]) == 0
+    flags[1::2] = [other, str(tmp_path / "tuned"), *flags[5::2]]
+    base = ["--checkpoint.weights", run, "--model.vocab", "260"]
+    assert main(["train", str(tmp_path / "new.toml"), *flags, *base]) == 0
+    says = f"{other} was prepared with another tokenizer than that of {run}; `axonn-jax prepare --tokenizer"
+    assert says in capsys.readouterr().err

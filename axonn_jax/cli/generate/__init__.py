@@ -64,14 +64,11 @@ class Generate:
 
 
 def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
-    """Return the tokenizer of a directory and its number of entries; raise ``UserError`` for more than `vocab`."""
+    """Return the tokenizer of a directory and its number of entries, at most `vocab`: no text has those beyond."""
     from axonn_jax.data.tokenize import load
 
     tokenizer = load(run_dir / "tokenizer.json", "RUN_DIR")
-    if (entries := 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())) > vocab:
-        accepted = f"a tokenizer.json of at most model.vocab = {vocab} entries in it; this one has {entries}"
-        raise UserError("RUN_DIR", str(run_dir), accepted)
-    return tokenizer, entries
+    return tokenizer, min(1 + max(tokenizer.get_vocab(with_added_tokens=True).values()), vocab)
 
 
 def run(args: Generate) -> int:
@@ -106,7 +103,7 @@ def run(args: Generate) -> int:
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
         raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
     tokenizer, entries = tokenizer_of(args.run_dir, shape.vocab)
-    prompts = prompts_of(args, tokenizer, shape.seq_len)
+    prompts = prompts_of(args, tokenizer, shape.seq_len, shape.vocab)
 
     from axonn_jax.loki import components
 
@@ -128,7 +125,7 @@ def run(args: Generate) -> int:
         slots=slots,
         dtype=_DTYPES[args.precision],
         attention=components.attention_of(args.attention, args.loki, made),
-        stops=ends_of(args.run_dir, tokenizer, "RUN_DIR"),
+        stops=ends_of(args.run_dir, tokenizer, "RUN_DIR", shape.vocab),
         limit=entries,
     )
     if args.attention == "loki" and (share := args.loki.share_read(made)) >= 1:

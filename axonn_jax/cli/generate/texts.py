@@ -28,7 +28,7 @@ class Prompt(NamedTuple):
     line: dict[str, Any]
 
 
-def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
+def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> list[Prompt]:
     """Return the prompts of a command line; raises ``UserError`` for the first unusable one.
 
     For a file the error names the line.
@@ -44,9 +44,9 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
             if template:
                 alone = [{"role": "user", "content": line.get("prompt")}]
                 messages = line.get("messages", alone)
-                ids = ids_within(tokenizer, template.text(messages), seq_len, special=False)
+                ids = ids_within(tokenizer, template.text(messages), seq_len, special=False, vocab=vocab)
             else:
-                ids = ids_within(tokenizer, text, seq_len)
+                ids = ids_within(tokenizer, text, seq_len, vocab=vocab)
         except UserError as error:
             if args.prompts is None:
                 raise

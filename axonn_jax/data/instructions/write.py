@@ -189,7 +189,7 @@ class _Rows:
             self._write(row)
         shards = self.writer.close()
         tokens = sum(shard.tokens for shard in shards)
-        return Split(self._size, tokens, shards, self._counted, self._padding)
+        return Split(self._size, tokens, shards, self._counted, self._padding, self.writer.largest)
 
     def _write(self, row: list[MarkedTokens]) -> None:
         from axonn_jax.models.packed import counted, pack, token_ids  # imports jax, a second
