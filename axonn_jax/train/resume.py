@@ -17,11 +17,12 @@ from axonn_jax.checkpoint.orbax import reason
 from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.manifest import Manifest as DataManifest
+from axonn_jax.data.tokenize import alike
 from axonn_jax.distributed.host_sync import HostSync, agree, host_sync, packed
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
-from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, keep_small_files
+from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.base import facts_of, shape_of, take
@@ -174,7 +175,7 @@ class Checkpoints:
         anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
         if is_pretrained(path):
             take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
-            self._keep_small_files(path)
+            self._keep_small_files(path, path)
             self._say(f"parameters from {path}; {anew}")
             return
         checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
@@ -190,8 +191,7 @@ class Checkpoints:
             new += f"; with {setting} the experts compute another function than the dense layer" if setting else ""
         self._say(f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; {anew}{new}")
         run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
-        if (run / PRETRAINED).is_dir():
-            self._keep_small_files(run / PRETRAINED)
+        self._keep_small_files(run / PRETRAINED, run)
 
     def _begin_with(self, path: Path) -> None:
         """Take the values of an adapter; optimizer and data start anew."""
@@ -206,16 +206,20 @@ class Checkpoints:
                 raise UserError(field, str(path), f"a valid checkpoint; {fault}") from None
         self._say(f"adapters from {path}; optimizer and data start anew")
 
-    def _keep_small_files(self, source: Path) -> None:
-        """Keep config, tokenizer and templates of the run's initial model, for `axonn-jax convert`."""
+    def _keep_small_files(self, source: Path, base: Path) -> None:
+        """Keep config, tokenizer and templates of the run's initial model, for `axonn-jax convert`.
+
+        A line says where the data is of another tokenizer than that of the base, a pretrained directory or a run.
+        """
         fault, data = "", self._config.data.path
         if self._sync.rank == 0:
             try:
-                kept = keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
-                if TOKENIZER in kept and kept[TOKENIZER] != (Path(data) / TOKENIZER).read_bytes():
+                if source.is_dir():
+                    keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
+                if not alike(base, Path(data), "checkpoint.weights"):
                     self._say(
-                        f"warning: {data} was prepared with another tokenizer than that of {source}; "
-                        f"`axonn-jax prepare --tokenizer {source}` takes it"
+                        f"warning: {data} was prepared with another tokenizer than that of {base}; "
+                        f"`axonn-jax prepare --tokenizer {base}` takes it"
                     )
             except UserError as error:
                 fault = packed(error)
