@@ -39,7 +39,7 @@ class TokenSamples:
         if verify:
             self.manifest.verify([split])
         self._stride = self.manifest.row or seq_len
-        self._length = chosen.tokens // self._stride if self.manifest.packed else (chosen.tokens - 1) // seq_len
+        self._length = self.manifest.rows(split, seq_len)
         self._shards = chosen.shards
         self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
         # Not a method: a cache that holds its owner keeps files open until the garbage collector comes by.

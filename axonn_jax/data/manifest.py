@@ -108,11 +108,10 @@ class Manifest:
         """Rows of the smallest table with all ids of the data, or else of the tokenizer."""
         return max(self.vocab if split.largest is None else split.largest + 1 for split in self.splits.values())
 
-    def lines(self) -> list[str]:
-        """Lines on rows for a run's log; none of a stream."""
-        split = self.splits["train"]
-        counted = (split.counted or 0) / max(split.tokens, 1)
-        return [f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets"] if self.packed else []
+    def rows(self, split: str, seq_len: int) -> int:
+        """Return the number of rows, of `seq_len` tokens and the one behind, in an epoch of a split."""
+        tokens = self.splits[split].tokens
+        return tokens // self.row if self.packed else (tokens - 1) // seq_len
 
     def fingerprint(self, split: str) -> str:
         """Return the SHA-256 of a split's shards, and of the kind of rows."""

@@ -55,6 +55,8 @@ class TrainConfig:
 
     steps: Count = 1000
     """Optimizer steps of the whole run."""
+    epochs: NotNegative = 0.0
+    """Passes over the training rows, which give the number of steps; 0: train.steps does."""
     global_batch: Count = 32
     """Sequences a step, over all devices; a multiple of grid.data * grid.z * microbatches."""
     microbatches: Count = 1

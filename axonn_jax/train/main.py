@@ -29,7 +29,7 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
 from axonn_jax.tensor.linear import with_layouts
 from axonn_jax.terminal import last_flush, say
-from axonn_jax.train.config import LOCK, Config
+from axonn_jax.train.config import LOCK, Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.loop import Run
 from axonn_jax.train.matmul_layouts import choose_layouts
@@ -63,7 +63,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     data = Manifest.load(config.data.path)
     form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
-    lines += data.lines()
+    lines += _epochs(data, shape.seq_len, config.train)
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
 
     if config.lora.adapts:
@@ -103,6 +103,18 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
     trainer.close()
     return status
+
+
+def _epochs(data: Manifest, seq_len: int, train: TrainConfig) -> list[str]:
+    """Return lines on the rows and epochs of a run, and on how far packed rows are filled."""
+    rows, split, batch = data.rows("train", seq_len), data.splits["train"], train.global_batch
+    lines = [
+        f"{rows:,} rows to train on: {train.steps:,} steps of {batch:,} are {train.steps * batch / rows:.3g} epochs"
+    ]
+    if data.packed:
+        counted = (split.counted or 0) / max(split.tokens, 1)
+        lines.append(f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets")
+    return lines
 
 
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:

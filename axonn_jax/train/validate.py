@@ -32,6 +32,7 @@ from axonn_jax.train.config import (
     PipelineConfig,
     PruneConfig,
     TensorConfig,
+    TrainConfig,
 )
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def check(config: Config) -> Config:
         UserError: a value is out of range, contradicts another or the data, or names something unusable.
     """
     _check_ranges(config)
-    if config.train.warmup > config.train.steps:
-        raise UserError("train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}")
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
@@ -67,6 +66,7 @@ def check(config: Config) -> Config:
         check_shape(shape, weights, "checkpoint.weights")
         Pretrained(weights, "checkpoint.weights")
     manifest.check_seq_len(shape.seq_len)
+    config = replace(config, train=_with_steps(config.train, manifest.rows("train", shape.seq_len)))
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
@@ -87,6 +87,15 @@ def check(config: Config) -> Config:
         raise UserError(f"moe.{name}", getattr(config.moe, name), "left out in a model without model.experts")
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
+
+
+def _with_steps(train: TrainConfig, rows: int) -> TrainConfig:
+    """Return the settings with the steps that `train.epochs` asks for; raise ``UserError`` where warm-up is longer."""
+    if train.epochs:
+        train = replace(train, steps=max(1, round(train.epochs * rows / train.global_batch)))
+    if train.warmup > train.steps:
+        raise UserError("train.warmup", train.warmup, f"at most train.steps, which is {train.steps}")
+    return train
 
 
 def _check_ranges(config: Config) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MOST_DEVICES, GridShape
 from axonn_jax.models.config import ModelShape
@@ -91,6 +92,16 @@ def test_checked_preset_is_the_same_model(config):
 def test_limits_are_allowed(config):
     train = TrainConfig(steps=5, warmup=5, clip=0, weight_decay=0, beta1=0, min_lr_ratio=1, seed=2**32 - 1)
     check(replace(config, train=train))
+
+
+def test_epochs_are_steps(config):
+    rows = Manifest.load(config.data.path).rows("train", config.model.shape(default_vocab=300).seq_len)
+    batch = config.train.global_batch
+    for epochs in (1.0, 2.5, 1e-6):
+        train = check(replace(config, train=replace(config.train, steps=7, epochs=epochs))).train
+        assert train.steps == max(1, round(epochs * rows / batch))
+    with pytest.raises(UserError, match=r"train\.warmup = 5: at most train\.steps, which is 1$"):
+        check(replace(config, train=replace(config.train, epochs=1e-6, warmup=5)))
 
 
 def test_a_pipeline_cannot_be_told_to_scan_layers(config):
