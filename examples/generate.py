@@ -7,9 +7,8 @@ Continues every prompt twice, and scores it: how likely the model finds what sta
 import argparse
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 import axonn_jax as ax
+from axonn_jax.data.tokenize import load
 
 
 def main():
@@ -22,7 +21,7 @@ def main():
     args = parser.parse_args()
 
     grid = ax.init(data=args.data, y=args.y, x=args.x)  # any grid, whatever the model was trained on
-    tokenizer = Tokenizer.from_file(str(args.run_dir / "tokenizer.json"))
+    tokenizer = load(args.run_dir / "tokenizer.json")
     generator = ax.Generator(args.run_dir, grid, slots=4 * args.data, limit=tokenizer.get_vocab_size())
 
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]

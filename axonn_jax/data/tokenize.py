@@ -28,6 +28,7 @@ from axonn_jax.models.huggingface.pretrained import (
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
 
@@ -167,7 +168,7 @@ def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None
 def _token(entry: Any) -> AddedToken:
     """Return the added token of a file's object, or text, which is special."""
     fields: dict[str, Any] = {"content": entry, "special": True} if isinstance(entry, str) else entry
-    return AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
+    return AddedToken(fields["content"], **{key: fields[key] for key in _FLAGS if key in fields})
 
 
 def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:

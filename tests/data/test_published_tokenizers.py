@@ -242,6 +242,9 @@ def test_files_that_contradict_each_other_are_one_line(tmp_path):
         (folder / "added_tokens.json").write_text(json.dumps(added))
         with pytest.raises(UserError, match=re.escape(says)):
             tokenize.load(folder / "tokenizer.json")
+    (folder / "added_tokens.json").write_text('{"a": [1]}')
+    with pytest.raises(UserError, match=r"added_tokens\.json': a whole number by each token; this one has \[1\]"):
+        tokenize.load(folder / "tokenizer.json")
     folder = write(tmp_path / "both", "qwen-2", "tokenizer_config.json")
     (folder / "added_tokens.json").write_text(json.dumps({"<|other|>": size}))
     with pytest.raises(UserError, match=re.escape(f"token {size} is '<|turn|>', but '<|other|>' in added_tokens.json")):

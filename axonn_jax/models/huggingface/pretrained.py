@@ -246,6 +246,8 @@ def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
     )
     if not settings.get("extra_special_tokens") and "additional_special_tokens" in settings:
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    if wrong := [number for number in added.values() if type(number) is not int]:
+        raise UserError(field, str(directory / ADDED), f"a whole number by each token; this one has {wrong[0]!r:.40}")
     if "added_tokens_decoder" not in settings:
         extra, more = settings.get("extra_special_tokens"), special.get("extra_special_tokens")
         settings |= special
@@ -262,7 +264,7 @@ def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
             for text, number in added.items()
         }
     kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    return {**settings, ADDED: added, "tokenizer_class": UNSPLIT if config.get("model_type") in _UNSPLIT else kind}
+    return {**settings, ADDED: added, "tokenizer_class": UNSPLIT if str(config.get("model_type")) in _UNSPLIT else kind}
 
 
 def with_dtype(raw: bytes, dtype: str) -> bytes:
