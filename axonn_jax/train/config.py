@@ -93,6 +93,10 @@ class TrainConfig:
     seed: Seed = 0
     """Seed of the initial weights and of dropout."""
 
+    def passes(self, rows: int) -> float:
+        """Return the epochs of all steps over so many rows."""
+        return self.steps * self.global_batch / rows
+
 
 @dataclass(frozen=True)
 class PipelineConfig:

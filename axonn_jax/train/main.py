@@ -107,10 +107,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
 
 def _epochs(data: Manifest, seq_len: int, train: TrainConfig) -> list[str]:
     """Return lines on the rows and epochs of a run, and on how far packed rows are filled."""
-    rows, split, batch = data.rows("train", seq_len), data.splits["train"], train.global_batch
-    lines = [
-        f"{rows:,} rows to train on: {train.steps:,} steps of {batch:,} are {train.steps * batch / rows:.3g} epochs"
-    ]
+    rows, split = data.rows("train", seq_len), data.splits["train"]
+    lines = [f"{rows:,} rows to train on: {train.steps:,} steps are {train.passes(rows):.3g} epochs"]
     if data.packed:
         counted = (split.counted or 0) / max(split.tokens, 1)
         lines.append(f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets")
