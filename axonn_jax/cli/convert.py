@@ -107,35 +107,35 @@ class Conversion:
     """True if the weights are a run's, whose dtype config.json may not have."""
 
 
-def _opened(source: Path) -> Conversion:
+def _opened(source: Path, field: str = "SOURCE") -> Conversion:
     from axonn_jax.models.huggingface.pretrained import is_pretrained, small_files
 
     if not is_pretrained(source):
-        return _opened_run(source)
+        return _opened_run(source, field)
     from axonn_jax.models.huggingface.reader import Pretrained
 
-    pretrained = Pretrained(source, "SOURCE")
+    pretrained = Pretrained(source, field)
     to_run = not (source / _CONFIG).exists()
-    return Conversion(pretrained.shape, pretrained, dict(small_files(source, "SOURCE")), to_run)
+    return Conversion(pretrained.shape, pretrained, dict(small_files(source, field)), to_run)
 
 
-def _opened_run(source: Path) -> Conversion:
+def _opened_run(source: Path, field: str) -> Conversion:
     from axonn_jax.adapters.merge import adapters_in
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
-    checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
-    if adapters_in(checkpoint, "SOURCE") is not None:
-        raise UserError("SOURCE", str(source), "a whole model; of adapters alone, --adapter or --merge")
+    checkpoint = named_checkpoint(source, LocalSync(), say, field)
+    if adapters_in(checkpoint, field) is not None:
+        raise UserError(field, str(source), "a whole model; of adapters alone, --adapter or --merge")
     folder = checkpoint.path.absolute().parent
     folder = folder.parent if folder.name == "checkpoints" else folder
-    shape = stored_shape(checkpoint, "SOURCE") or shape_of(folder, "SOURCE")
-    weights = StoredParameters(checkpoint, shape, "SOURCE")
+    shape = stored_shape(checkpoint, field) or shape_of(folder, field)
+    weights = StoredParameters(checkpoint, shape, field)
     if (folder / FOLDER).is_dir():
-        check_shape(shape, folder / FOLDER, "SOURCE")
-        return Conversion(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
+        check_shape(shape, folder / FOLDER, field)
+        return Conversion(shape, weights, dict(small_files(folder / FOLDER, field)), False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
 
 
@@ -154,14 +154,16 @@ def _merged(args: Convert) -> Conversion:
             raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {named!r} to it")
         if args.check:
             raise UserError("--check", True, "left out with an adapter of PEFT: it compares with a run")
-        side = _opened(folder)
+        side = _opened(folder, "--base")
         config, arrays, _ = read_adapter(args.source, side.shape, "SOURCE")
     else:
         checkpoint = named_checkpoint(args.source, LocalSync(), say, "SOURCE")
         if (stored := adapters_in(checkpoint, "SOURCE")) is None:
             raise UserError("--merge", True, f"for adapters; {args.source} is a whole model")
         folder = args.base or base_of(stored, checkpoint, "SOURCE")
-        side = _opened(folder)
+        if not folder.is_dir():
+            raise UserError("--base", str(folder), f"the directory of the adapters' base, {stored.base!r} to them")
+        side = _opened(folder, "--base")
         checked_base(side.weights, stored, str(folder))
         config, arrays = stored.config, stored_adapters(checkpoint, stored, side.shape, "SOURCE")
     return replace(side, weights=MergedTensors(side.weights, side.shape, config, arrays), to_run=False)

@@ -28,7 +28,8 @@ class Prepare:
     compressed (.gz, .zst). `[data] path` of a training configuration names OUT_DIR, which appears complete or not at
     all.
 
-    With --instructions, SOURCE is a file of conversations in JSON Lines, which become packed rows to fine-tune on.
+    With --instructions, SOURCE is a file of conversations in JSON Lines or Parquet, which become packed rows to
+    fine-tune on.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]

@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,9 +82,8 @@ def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
 
     A damaged file, or one out of reach, ends with an "unreadable" record.
     """
-    table = plain(path).suffix == _TABLE
     try:
-        for row in _rows(path, field) if table else _lines(path):
+        for row in _column(path, field) if is_table(path) else _lines(path):
             yield _text(row, field)
     except UserError:
         raise
@@ -118,14 +117,23 @@ def _lines(path: Path) -> Iterator[Any]:
                     yield None
 
 
-def _rows(path: Path, column: str) -> Iterator[Any]:
+def _column(path: Path, column: str) -> Iterator[Any]:
     """Yield the rows of Parquet with one column, or one empty row where the table has no such column."""
     with _arrow(path).parquet.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
-            yield {}
-            return
-        for batch in file.iter_batches(_ROWS, columns=[column]):
+        known = column in file.schema_arrow.names
+    yield from rows_of(path, [column]) if known else [{}]
+
+
+def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Parquet, with all columns or some."""
+    with _arrow(path).parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(_ROWS, columns=columns):
             yield from batch.to_pylist()
+
+
+def is_table(path: Path) -> bool:
+    """True if a file is Parquet, by its ending."""
+    return plain(path).suffix == _TABLE
 
 
 def open_binary(path: Path) -> io.BufferedReader | gzip.GzipFile:

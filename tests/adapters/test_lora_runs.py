@@ -288,6 +288,8 @@ def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
     capsys.readouterr()
     assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(another)]) == 2
     refused(capsys, "the base that the adapters were trained on")
+    assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", "nowhere"]) == 2
+    refused(capsys, "--base = 'nowhere': the directory of the adapters' base")
 
 
 def test_a_base_that_has_gone_or_changed_is_one_line(root, another, capsys, tmp_path):

@@ -340,6 +340,25 @@ def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):
         assert notes[0] == f"keys not read: {', '.join(f'{key} (8 rows)' for key in listed)}"
 
 
+def test_rows_of_parquet_are_those_of_json(folder, tmp_path):
+    arrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    call = [{"function": {"name": "f"}}]
+    rows = [
+        {"id": n, "messages": [*TALK[:1], TALK[1] | {"weight": n % 2}, {"role": "user", "content": f"{n}"}, *TALK[3:]]}
+        for n in range(20)
+    ]
+    rows += [{"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": call}, TALK[3]]}]
+    table.write_table(arrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    instruction_data.write(tmp_path / "data.jsonl", rows)
+    made = []
+    for name in ("data.parquet", "data.jsonl"):
+        options = InstructionOptions(128, template="chat")
+        given = (tmp_path / name, tmp_path / "out", options)
+        manifest, notes = prepare_instructions(*given, tokenizer=folder, holdout=0.2, force=True)
+        made.append((sorted(all_documents(manifest, 128)), notes))
+    assert made[0] == made[1]
+
+
 def test_bad_rows_are_left_out_and_named(folder, tmp_path):
     lines = [json.dumps({"prompt": f"the {n}", "completion": "grid"}) for n in range(20)]
     bad = ['{"prompt": 1}', "[]", '{"prompt": "x", "completion": "\\ud800"}', '{"messages": [{"role": "\\udc00"}]}']

@@ -1,4 +1,4 @@
-"""Schemas of instruction data: the rows of JSON Lines as conversations."""
+"""Schemas of instruction data: the rows of JSON Lines or Parquet as conversations."""
 
 import json
 from collections import Counter
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axonn_jax.data.prompts import file_line
-from axonn_jax.data.read import UNREADABLE, open_binary
+from axonn_jax.data.read import UNREADABLE, is_table, open_binary, rows_of
 from axonn_jax.documents import parse_json
 from axonn_jax.errors import UserError, nearest
 
@@ -61,28 +61,45 @@ def conversations(
     read.
     """
     if not path.is_file():  # a pipe would block, and the file is read more than once
-        raise UserError(field, str(path), "a file with an object in JSON on each line")
+        raise UserError(field, str(path), "a file with an object in JSON on each line, or Parquet")
     try:
-        with open_binary(path) as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    try:
-                        row = _row(line, number)
-                        conversation, used = conversation_of(row)
-                        _check(conversation)
-                    except UserError as error:
-                        yield number, UserError(field, file_line(path, number), error.accepted)
-                        continue
-                    keys = {key for message in conversation.messages for key in message} - {"role", "content"}
-                    unused.update(row.keys() - used)
-                    unused.update(f"{key} of messages" for key in keys if not takes(key))
-                    yield number, conversation
+        for number, given in enumerate(rows_of(path), 1) if is_table(path) else _lines(path):
+            try:
+                row = _without_nulls(given) if isinstance(given, dict) else _row(given, number)
+                conversation, used = conversation_of(row)
+                _check(conversation)
+            except UserError as error:
+                yield number, UserError(field, file_line(path, number), error.accepted)
+                continue
+            keys = {key for message in conversation.messages for key in message} - {"role", "content"}
+            unused.update(row.keys() - used)
+            unused.update(f"{key} of messages" for key in keys if not takes(key))
+            yield number, conversation
     except UserError:
         raise
     except UNREADABLE as error:
         raise UserError(field, str(path), f"a file that can be read; {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their numbers, without a byte-order mark."""
+    with open_binary(path) as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield number, line
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's row without the nulls of columns, and of messages' keys other than `content`."""
+
+    def entry(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: inner for key, inner in value.items() if inner is not None or key == "content"}
+
+    filled = {key: value for key, value in row.items() if value is not None}
+    return {key: [*map(entry, value)] if isinstance(value, list) else value for key, value in filled.items()}
 
 
 def _row(line: bytes, number: int) -> dict[str, Any]:
