@@ -80,6 +80,9 @@ class Prepare:
     mix: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """One more file, as FILE:WEIGHT; repeatable. Its conversations count WEIGHT times, a share of them below 1."""
 
+    valid: Annotated[Path | None, Arg(default="--holdout")] = None
+    """A file of conversations to hold out for evaluation, all of them, in the place of a share of the others."""
+
     skip_bad: bool = False
     """Leave rows of no use out, count them, and show the first five; by default the first ends the command."""
 
@@ -137,7 +140,7 @@ def run(args: Prepare) -> int:
 
 def _check_kind(args: Prepare) -> None:
     """Raise ``UserError`` for a flag of the other kind of data, or one that is missing."""
-    of_rows = {"template": None, "seq_len": None, "loss": None, "too_long": None, "mix": (), "skip_bad": False}
+    of_rows = dict.fromkeys(("template", "seq_len", "loss", "too_long", "valid")) | {"mix": (), "skip_bad": False}
     of_text = {"vocab": None, "field": "text", "include": (), "exclude": ()}
     for name, default in (of_text if args.instructions else of_rows).items():
         if (value := getattr(args, name)) != default:
@@ -165,6 +168,7 @@ def _instructions(args: Prepare) -> int:
         args.mix,
         args.bos,
         args.skip_bad,
+        args.valid,
     )
     with terminated(), Ticker("reading") as ticker:
         manifest, notes = prepare_instructions(

@@ -21,6 +21,7 @@ from axonn_jax.data.instructions.templates import Alpaca, template_of
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import Loader, TokenSamples
 from axonn_jax.data.manifest import Manifest
+from axonn_jax.errors import UserError
 from axonn_jax.models.packed import counted, token_ids
 
 SEQ = 48
@@ -338,6 +339,24 @@ def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):
         options = InstructionOptions(96, template=template)
         _, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3, force=True)
         assert notes[0] == f"keys not read: {', '.join(f'{key} (8 rows)' for key in listed)}"
+
+
+def test_a_file_of_held_out_conversations(folder, tmp_path):
+    rows = [{"prompt": f"the {n}", "completion": "grid"} for n in range(12)]
+    source, valid = (instruction_data.write(tmp_path / f"{at}.jsonl", rows[at : at + 6]) for at in (0, 6))
+    given = (tmp_path / "out", InstructionOptions(128, valid=valid))
+    manifest, _ = prepare_instructions(source, *given, tokenizer=folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for split, own in (("train", range(6)), ("valid", range(6, 12))):
+        samples = TokenSamples(manifest.path, split, 128)
+        texts = [
+            tokenizer.decode(ids) for at in range(len(samples)) for ids, marks in documents(samples[at]) if any(marks)
+        ]
+        assert len(texts) == 6
+        assert all(any(f"the {n}\n" in text for text in texts) for n in own)
+    options = InstructionOptions(128, valid=tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"^--valid = '.*none.jsonl'"):
+        prepare_instructions(source, tmp_path / "other", options, tokenizer=folder)
 
 
 def test_rows_of_parquet_are_those_of_json(folder, tmp_path):

@@ -36,6 +36,7 @@ class Mix:
         seed: Seed of the rows that a share takes.
         takes: Function of a message's key that is true if the template reads it.
         skip_bad: True if rows of no use are left out and kept in `bad`; else the first raises its ``UserError``.
+        valid: File of the held-out rows; None: those of the other files that a choice holds out.
     """
 
     def __init__(
@@ -46,8 +47,12 @@ class Mix:
         takes: Callable[[str], bool] = lambda key: False,
         *,
         skip_bad: bool = False,
+        valid: Path | None = None,
     ):
         self.files = [(source, "SOURCE", 1.0), *map(_weighted, mix)]
+        if valid and not valid.is_file():
+            raise UserError("--valid", str(valid), "a file of conversations")
+        self._valid = valid
         self.unused, self.bad = Counter[str](), dict[str, UserError]()
         self._takes, self._skip_bad = takes, skip_bad
         self._seed = f"{seed} mix\0".encode()
@@ -56,26 +61,31 @@ class Mix:
         """Yield the rows of the files whose weight is above `turn`."""
         for path, field, weight in self.files:
             if weight > turn:
-                for number, conversation in conversations(path, field, self.unused, self._takes):
-                    if isinstance(conversation, UserError):
-                        if not self._skip_bad:
-                            raise conversation
-                        self.bad[file_line(path, number)] = conversation
-                    else:
-                        document = Document.of(conversation.text)
-                        yield MixedRow(field, file_line(path, number), weight, conversation, document)
+                yield from self._rows_of(path, field, weight)
+
+    def _rows_of(self, path: Path, field: str, weight: float = 1.0) -> Iterator[MixedRow]:
+        for number, conversation in conversations(path, field, self.unused, self._takes):
+            if isinstance(conversation, UserError):
+                if not self._skip_bad:
+                    raise conversation
+                self.bad[file_line(path, number)] = conversation
+            else:
+                document = Document.of(conversation.text)
+                yield MixedRow(field, file_line(path, number), weight, conversation, document)
 
     def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
         """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
 
-        The part of a weight behind the point is a share of the rows, chosen by a hash.
+        Of a file of held-out rows those are all that is held out. The part of a weight behind the point is a share of the rows, chosen by a hash.
         """
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
-                split = held.split_of(row.document)
+                split = "train" if self._valid else held.split_of(row.document)
                 place = int.from_bytes(hashlib.sha256(self._seed + row.document.digest).digest()[:8], "big") / 2**64
                 if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
                     yield split, row
+        if self._valid:
+            yield from (("valid", row) for row in self._rows_of(self._valid, "--valid"))
 
 
 def _weighted(text: str) -> tuple[Path, str, float]:

@@ -58,6 +58,8 @@ class InstructionOptions:
     """True if documents begin with the tokenizer's begin token."""
     skip_bad: bool = False
     """True if rows of no use are left out and counted, instead of ending the preparation."""
+    valid: Path | None = None
+    """File of the held-out conversations; None: a share of the others is held out."""
 
 
 def prepare_instructions(
@@ -86,7 +88,7 @@ def prepare_instructions(
     if options.bos and not begin:
         raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
     check_numbers(holdout, seed, shard_tokens)
-    mix = Mix(source, options.mix, seed, template.takes, skip_bad=options.skip_bad)
+    mix = Mix(source, options.mix, seed, template.takes, skip_bad=options.skip_bad, valid=options.valid)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(encoder.get_vocab(with_added_tokens=True).values()) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
@@ -96,7 +98,7 @@ def prepare_instructions(
             held.see(row.document)
             size += round(row.document.characters * row.weight)
             report("reading", size, 0)
-        if held.alike:
+        if held.alike and not options.valid:
             raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
         unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
         with ExitStack() as stack:
@@ -138,6 +140,7 @@ def prepare_instructions(
                 "mix": [*options.mix],
                 "bos": options.bos,
                 "holdout": holdout,
+                "valid": str(options.valid or ""),
                 "seed": seed,
             },
             tools=tools(),
