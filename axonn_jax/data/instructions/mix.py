@@ -76,7 +76,8 @@ class Mix:
     def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
         """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
 
-        Of a file of held-out rows those are all that is held out. The part of a weight behind the point is a share of the rows, chosen by a hash.
+        Of a file of held-out rows those are all that is held out. The part of a weight behind the point is a share of
+        the rows, chosen by a hash.
         """
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
