@@ -37,7 +37,7 @@ RANGES = {
         [0.0, -0.001, NAN, INF],
     ),
     "a finite number of at least 0": (
-        "train.weight_decay train.clip moe.balance_weight moe.balance_rate",
+        "train.weight_decay train.epochs train.clip moe.balance_weight moe.balance_rate",
         [-0.1, NAN, INF],
     ),
     "a number from 0 to 1": ("train.min_lr_ratio prune.threshold", [-0.1, 1.1, NAN]),
