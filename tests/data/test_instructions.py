@@ -359,6 +359,21 @@ def test_a_file_of_held_out_conversations(folder, tmp_path):
         prepare_instructions(source, tmp_path / "other", options, tokenizer=folder)
 
 
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+@pytest.mark.parametrize("loss", ["response", "all"])
+def test_a_text_is_trained_on_as_it_is(folder, tmp_path, template, loss):
+    rows = [{"text": f"the grid {n}" + "<|endoftext|>" * (n % 2)} for n in range(8)]
+    source = instruction_data.write(tmp_path / "data.jsonl", rows)
+    options = InstructionOptions(32, template, loss)
+    manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    want = [[*tokenizer.encode(f"the grid {n}", add_special_tokens=False).ids, end] for n in range(8)]
+    made = all_documents(manifest, 32)
+    assert sorted(list(ids) for ids, _ in made) == sorted(want)
+    assert all(all(marks) for _, marks in made)
+
+
 def test_rows_of_parquet_are_those_of_json(folder, tmp_path):
     arrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     call = [{"function": {"name": "f"}}]

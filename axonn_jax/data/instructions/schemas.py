@@ -34,6 +34,8 @@ class Conversation(NamedTuple):
     """Numbers of the answers that marks leave out."""
     asked: tuple[str, str] | None = None
     """Instruction and input of the first message, whose content is both."""
+    document: str | None = None
+    """A text of no messages, to be trained on as it is."""
 
     @property
     def trained(self) -> list[int]:
@@ -44,6 +46,8 @@ class Conversation(NamedTuple):
     @property
     def text(self) -> str:
         """All of it in JSON, equal for equal conversations."""
+        if self.document is not None:
+            return json.dumps(self.document, ensure_ascii=False)
         first = dict(zip(("instruction", "input"), self.asked or (), strict=False))
         parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
         parts += [{"tools": self.tools}] * (self.tools is not None)
@@ -130,6 +134,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Conversation, set[str]]:
     if listed := next((key for key in _LISTS if key in row), None):
         messages, untrained = _listed(row[listed])
         return Conversation(messages, tools, untrained), {listed} | given
+    if "text" in row and not row.keys() & {*_KEYS}:
+        return Conversation([], document=_text(row, "text")), {"text"}
     question = next((key for key in _QUESTIONS if key in row), None)
     answer = next((key for key in _ANSWERS if key in row), None)
     if question is None or answer is None:
@@ -215,6 +221,8 @@ def _joined(parts: list[Any]) -> str:
 def _check(conversation: Conversation) -> None:
     """Raise ``UserError`` for a conversation without an answer."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    if conversation.document is not None:
+        answers = [{"content": conversation.document}]
     if not any((message["content"] or "").strip() or message.get("tool_calls") for message in answers):
         accepted = 'a response: a text of "assistant" or in "output" or "completion", not empty'
         raise UserError("row", conversation.messages, accepted)

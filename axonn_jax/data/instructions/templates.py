@@ -31,6 +31,12 @@ class Passage(NamedTuple):
     """True if the end token follows, marked if an answer is."""
 
 
+def passage_of(text: str, end: str, marked: bool) -> Passage:
+    """Return the passage of a text without a template, marked or not, which the end token ends once."""
+    text = text.removesuffix(end)
+    return Passage(text, [(0, len(text))] if marked else [], True)
+
+
 class Unmarked(UserError):
     """Refusal of a conversation in which a template's text does not show the answers."""
 

@@ -18,7 +18,7 @@ from axonn_jax.data.instructions.chat import FILE
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.mix import Mix, MixedRow
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
-from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, template_of
+from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, passage_of, template_of
 from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
 from axonn_jax.data.output import appearing
 from axonn_jax.data.prepare import (
@@ -106,7 +106,7 @@ def prepare_instructions(
             rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in made.items()}
             done = 0
             unmarked = dict[str, UserError]()
-            given = _expressed(mix, mix.divided(held), template, options, unmarked)
+            given = _expressed(mix, mix.divided(held), template, options, unmarked, encoder.id_to_token(end))
             for split, document, characters in _encoded(encoder, begin, end, given, options):
                 rows[split].add(document)
                 done += characters
@@ -213,6 +213,7 @@ def _expressed(
     template: Template,
     options: InstructionOptions,
     unmarked: dict[str, UserError],
+    end: str,
 ) -> Iterator[tuple[str, MixedRow, list[Passage]]]:
     """Yield rows with their splits and passages, whose marks are on answers that count, or with `all` on those that do
     not.
@@ -220,8 +221,11 @@ def _expressed(
     `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out.
     """
     for split, row in rows:
-        conversation = row.conversation
-        marked = conversation.trained if options.loss == "response" else conversation.untrained
+        conversation, answers = row.conversation, options.loss == "response"
+        marked = conversation.trained if answers else conversation.untrained
+        if conversation.document is not None:
+            yield split, row, [passage_of(conversation.document, end, answers)]
+            continue
         try:
             yield split, row, template.passages(conversation, marked)
         except Unmarked as error:
