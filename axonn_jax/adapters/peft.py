@@ -76,6 +76,8 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
         accepted = "true, false or gaussian: others change the base too, which is not applied here"
         raise UserError(f"{field}: init_lora_weights", start, accepted)
     targets = raw.get("target_modules")
+    if targets == "all-linear":  # all but the head
+        targets = [*_MODULES.values()]
     if not isinstance(targets, list) or not targets:
         raise UserError(f"{field}: target_modules", targets, "a list of names, as PEFT saves it")
     known = {name: target for target, name in _MODULES.items()}

@@ -49,6 +49,12 @@ def test_files_written_are_the_files_read(directory, tmp_path):
     assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
+def test_all_linear_layers_are_all_targets(tmp_path):
+    adapter = read_adapter(adapted.peft_directory(tmp_path / "named"), adapted.SHAPE, "directory")
+    folder = adapted.peft_directory(tmp_path / "all", target_modules="all-linear")
+    assert read_adapter(folder, adapted.SHAPE, "directory").config == adapter.config
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads an attribute that transformers renamed
 def test_peft_itself_loads_the_files(kind, directory, tmp_path):
     """Where torch and PEFT are installed; elsewhere `test_files_written_are_the_files_read` says as much."""
