@@ -20,7 +20,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.masks import kept
-from axonn_jax.train import resume
+from axonn_jax.train.engines import base
 from axonn_jax.train.trainer import Trainer, pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
@@ -86,14 +86,14 @@ def test_a_run_says_what_is_pruned_behind_a_later_step(train):
 @pytest.fixture
 def unreadable(monkeypatch):
     """Steps whose checkpoints pass every check and cannot be read all the same; a test adds to them."""
-    steps, real = set(), resume.load
+    steps, real = set(), base.load
 
     def load(checkpoint, *rest):
         if checkpoint.manifest.step in steps:
             raise CorruptCheckpoint("a disk's fault")
         return real(checkpoint, *rest)
 
-    monkeypatch.setattr(resume, "load", load)
+    monkeypatch.setattr(base, "load", load)
     return steps
 
 

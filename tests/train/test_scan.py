@@ -21,7 +21,7 @@ from axonn_jax.models.sequential import SequenceModel
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train import resume
+from axonn_jax.train.engines import base
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
@@ -112,7 +112,7 @@ def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in
     trainer.step(np.zeros((2, 9), np.int32))
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.engine.train_state.model))
     monkeypatch.setattr(orbax, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
-    monkeypatch.setattr(resume, "load", sampled("read", resume.load))
+    monkeypatch.setattr(base, "load", sampled("read", base.load))
     monkeypatch.setattr(stacked, "_joined", sampled("join", stacked._joined))
     want = jax.tree.map(np.array, (trainer.engine.params, trainer.engine.opt_state))
     trainer.save(tmp_path, 1)
