@@ -99,13 +99,10 @@ class CostModel:
 
         `device` are the bytes that the candidate takes of a device, beside which offloaded state may stay.
         """
-        of_grid = self._once.setdefault(grid, {})
+        of_grid, load = self._once.setdefault(grid, {}), self._largest(grid)
         if placement not in of_grid:
-            load = self._largest(grid)
-            reduced = sum(seconds for _, seconds in self._reduced(grid, load, placement[1]))
-            of_grid[placement] = reduced + (0.0 if placement[0] else self._update(grid, load, placement, device))
-        moved = self._update(grid, self._largest(grid), placement, device) if placement[0] else 0.0
-        return of_grid[placement] + moved
+            of_grid[placement] = sum(seconds for _, seconds in self._reduced(grid, load, placement[1]))
+        return of_grid[placement] + self._update(grid, load, placement, device)
 
     def outside_s(self, candidate: Candidate) -> float:
         """Return the seconds of a step outside the passes of its microbatches: done once, or shared by all of them."""
