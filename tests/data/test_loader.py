@@ -168,9 +168,9 @@ def test_a_dropped_loader_leaves_no_thread_and_no_open_file(prepared):
     loader = Loader(prepared, seq_len=SEQ, global_batch=40)
     next(loader)
     assert ours()[0] > 0
-    loader.close()
-    own = [thread for thread in ours()[1] if thread not in others]
+    own = [thread for thread in ours()[1] if thread not in others]  # before it is closed: they may end in a moment
     assert own
+    loader.close()
     for thread in own:
         thread.join(timeout=10)
     del loader
