@@ -43,7 +43,7 @@ def base_of(stored: StoredLora, checkpoint: Checkpoint, field: str) -> Path:
     """Return the directory of the base of a checkpoint's adapters; raises ``UserError`` where it is not there."""
     if not stored.base or not Path(stored.base).is_dir():
         gone = f"it is no longer at {stored.base}" if stored.base else "it was given from Python"
-        instead = "`axonn-jax convert --merge --base DIR` takes it from anywhere"
+        instead = "--base DIR of generate, evaluate and convert --merge names another place"
         raise UserError(field, str(checkpoint.path), f"adapters whose base is there; {gone}; {instead}")
     return Path(stored.base)
 
@@ -56,20 +56,22 @@ def merged_weights(
     sizes: Mapping[str, tuple[int, ...]],
     mesh: Mesh,
     sync: HostSync,
+    base: Path | None = None,
 ) -> dict[str, jax.Array]:
     """Read a base and add a checkpoint's adapters to it, in the types and layouts of `read`; `sizes` are unpadded.
 
-    Raises ``UserError`` where the base is not there, or not the one that the adapters were trained on.
+    `base` is the base's directory, by default where it was in training. Raises ``UserError`` where it is not there, or
+    not the one that the adapters were trained on.
     """
     field = "base"
-    folder = base_of(stored, checkpoint, field)
+    folder = base or base_of(stored, checkpoint, field)
     if is_pretrained(folder):
         read_base = partial(load_into, Pretrained(folder, field))
     else:
         read_base = partial(load_weights, named_checkpoint(folder, sync, lambda line: None, field), sizes=sizes)
     params, rounded = read_numbered(read_base, read)
     if checksum(numbers_of(params, rounded), params, sync) != stored.checksum:
-        accepted = f"the base of the adapters in {checkpoint.path}: it has changed since, by its checksum"
+        accepted = f"the base of the adapters in {checkpoint.path}: this one's checksum is another"
         raise UserError(field, str(folder), accepted)
     everywhere = NamedSharding(mesh, P())
     for layer in layers_of(shape, stored.config):

@@ -51,13 +51,13 @@ Scores = NDArray[np.float32]
 class Generator:
     """A model that generates and scores texts on a grid of `data`, `y` and `x`.
 
-    `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
-    multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by default
-    bfloat16 on accelerators, else float32. Tokens in `stops` end a text (default: the directory's end tokens); none of
-    `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split as
-    heads are, and grows with the longest text. Collective over the grid's processes; one stream, list of texts or list
-    of scores runs at a time. Raises ``UserError`` for `pipe` or `z` above 1, sizes that do not divide, and slots beyond
-    memory.
+    `model` is a `Transformer` or a directory: a run's or a Hugging Face model's; `base` is that of a run's adapters if
+    it has moved. `slots` texts are made at a time, a multiple of `data`, each of at most `length` tokens, prompt
+    included. Weights and cache are in `dtype`: by default bfloat16 on accelerators, else float32. Tokens in `stops` end
+    a text (default: the directory's end tokens); none of `limit` or above is drawn. A cache has 2 * layers * kv_heads *
+    head_dim * itemsize bytes a token and slot, split as heads are, and grows with the longest text. Collective over the
+    grid's processes; one stream, list of texts or list of scores runs at a time. Raises ``UserError`` for `pipe` or `z`
+    above 1, sizes that do not divide, and slots beyond memory.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Generator:
         model: Transformer | str | Path,
         grid: Grid,
         *,
+        base: Path | None = None,
         slots: int = 8,
         length: int | None = None,
         dtype: Any = None,
@@ -76,16 +77,15 @@ class Generator:
     ):
         if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
-        self.grid, self._dtype, self._used = grid, floating(dtype), Lock()
+        self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
         with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
-            self.shape, parts, self.params = load_model(model, grid, self._dtype)
+            self.shape, parts, self.params = load_model(model, grid, self._dtype, base)
         self.length = self.shape.seq_len if length is None else integer("length", length, 1)
         if self.length > self.shape.seq_len:
             raise UserError("length", self.length, f"at least 1 and at most model.seq_len = {self.shape.seq_len}")
         vocab = self.shape.vocab
         limit = vocab if limit is None else min(integer("limit", limit, 1), vocab)
         stops = stops_of(model, vocab) if stops is None else ids_of("stops", stops, vocab)
-        self.attention = attention or FullAttention()
         self.programs = Programs(parts, grid.mesh, self.attention, self._dtype, stops, limit)
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
         """Data of the attention for each layer, laid out as `programs.extra_spec`."""

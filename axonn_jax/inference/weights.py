@@ -167,12 +167,12 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))
 
 
-def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loaded:
+def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: Path | None = None) -> Loaded:
     """A live model or one in a directory, with kernels in the best form for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
     elif isinstance(model, str | Path):
-        loaded = of_run(Path(model), grid, dtype)
+        loaded = of_run(Path(model), grid, dtype, base=base)
     else:
         raise UserError("model", type(model).__name__, "a Transformer, or the path of a directory")
     if not copies_kernels(jax.default_backend()):
@@ -181,17 +181,27 @@ def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loade
 
 
 def of_run(
-    run: Path, grid: Grid, dtype: Any, *, shape: ModelShape | None = None, warn: Callable[[str], None] = lambda _: None
+    run: Path,
+    grid: Grid,
+    dtype: Any,
+    *,
+    shape: ModelShape | None = None,
+    base: Path | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
     """Read the weights in a directory, each device its own shards.
 
-    Raises ``UserError`` for weights of another `shape` (default: the directory's).
+    `base` is the directory of the base of adapters (default: where it was in training). Raises ``UserError`` for
+    weights of another `shape` (default: the directory's).
     """
     check_grid(grid.shape)
     shape = shape or shape_of(run, "RUN_DIR")
     on_grid(shape, grid.shape)
     pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
     checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "checkpoint")
+    stored = adapters_in(checkpoint, "RUN_DIR") if checkpoint else None
+    if base and not stored:
+        raise UserError("base", str(base), f"left out, as {run} is a whole model")
     if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
         accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
         raise UserError("model.layers", shape.layers, accepted)
@@ -202,7 +212,7 @@ def of_run(
         return plan.loaded(load_into(pretrained, plan.read))
     assert checkpoint is not None
     sizes = without_padding({PARAMS + name: want.shape for name, want in plan.read.items()}, padding_of(plan.model))
-    if (stored := adapters_in(checkpoint, "RUN_DIR")) is None:
+    if stored is None:
         return plan.loaded(load_weights(checkpoint, plan.read, sizes))
     check_shape(shape, stored.config)
-    return plan.loaded(merged_weights(checkpoint, stored, shape, plan.read, sizes, grid.mesh, host_sync(grid)))
+    return plan.loaded(merged_weights(checkpoint, stored, shape, plan.read, sizes, grid.mesh, host_sync(grid), base))

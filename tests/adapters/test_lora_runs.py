@@ -293,14 +293,22 @@ def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
 
 
 def test_a_base_that_has_gone_or_changed_is_one_line(root, another, capsys, tmp_path):
-    generate = ["generate", str(root / "run"), "--prompt", "the ", "--tokens", "1"]
+    generate = ["generate", str(root / "run"), "--prompt", "the ", "--tokens", "9", "--temperature", "0"]
+    assert main(generate) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", str(root / "base"), *generate[2:], "--base", str(another)]) == 2
+    refused(capsys, "base = ", f"left out, as {root / 'base'} is a whole model")
     (root / "base").rename(root / "gone")
     try:
         assert main(generate) == 2
-        refused(capsys, f"it is no longer at {root / 'base'}", "--merge --base DIR")
+        refused(capsys, f"it is no longer at {root / 'base'}", "--base DIR of generate, evaluate and convert --merge")
+        assert main([*generate, "--base", str(root / "gone")]) == 0
+        assert capsys.readouterr().out == text
+        assert main([*generate, "--base", "nowhere"]) == 2
+        refused(capsys, "base = 'nowhere'")
         shutil.copytree(another, root / "base")
         assert main(generate) == 2
-        refused(capsys, "it has changed since, by its checksum")
+        refused(capsys, "this one's checksum is another")
         shutil.rmtree(root / "base")
         assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(root / "gone")]) == 0
     finally:

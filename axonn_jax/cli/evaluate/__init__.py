@@ -16,7 +16,7 @@ from axonn_jax.evaluate.suite import MODELS, Problem, TemplateName, check_suite,
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, printable, say
 
-_OF_A_MODEL = ("template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
+_OF_A_MODEL = ("base", "template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
 _OF_RUNS = ("execute", "as_root", "seconds", "memory", "compiler")
 
 
@@ -31,6 +31,8 @@ class Evaluate:
 
     run_dir: Annotated[Path | None, Arg(positional="RUN_DIR")] = None
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    base: Path | None = None
+    """The base of the adapters in RUN_DIR, if it is not where they say."""
     suite: str = "mini"
     """Prompts: mini, a problem of each of ParEval's 12 types for serial and omp; or a file of ParEval's prompts, which
     is only continued."""

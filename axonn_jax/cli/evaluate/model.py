@@ -55,7 +55,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     replicas = args.grid.batch_shards
     slots = -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
     with Ticker(_NOW) as ticker:
-        generator = Generator(run_dir, grid, slots=slots, stops=stops, limit=entries)
+        generator = Generator(run_dir, grid, base=args.base, slots=slots, stops=stops, limit=entries)
         texts = continuations(
             generator,
             tokenizer,

@@ -22,6 +22,8 @@ class Generate:
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    base: Path | None = None
+    """The base of the adapters in RUN_DIR, if it is not where they say."""
     prompt: str | None = None
     """The text to continue; an empty one begins a document, with a tokenizer trained by `prepare`."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
@@ -122,6 +124,7 @@ def run(args: Generate) -> int:
     generator = Generator(
         args.run_dir,
         grid,
+        base=args.base,
         slots=slots,
         dtype=_DTYPES[args.precision],
         attention=components.attention_of(args.attention, args.loki, made),
