@@ -96,6 +96,7 @@ NotNegativeOrNone = Annotated[float | None, Range("a finite number of at least 0
 Density = Annotated[float, Range("a number above 0 and at most 1", 0, 1, open_low=True)]
 Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
 Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
+Probability = Annotated[float, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
 ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
 
 

@@ -6,13 +6,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import CountOrZero, Positive, typed
+from axonn_jax.options import CountOrZero, Positive, Probability, typed
 
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 """Projections of a block: to queries, keys, values, from attention, and those of the MLP."""
 LORA = "lora"
 """Key of the facts of adapters in a checkpoint's manifest."""
 TARGETS: tuple[Target, ...] = get_args(Target)
+IDENTITY = ("rank", "alpha", "targets", "rslora")
+"""Settings of which adapters are others with another value; dropout is training's alone."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class LoraConfig:
     """Projections of the blocks that get adapters: q, k, v, o, gate, up, down; gate where the model has one."""
     rslora: bool = False
     """Divide alpha by the root of the rank instead of the rank (rsLoRA)."""
+    dropout: Probability = 0.0
+    """Probability with which training drops an input feature of an adapter."""
 
     @property
     def adapts(self) -> bool:
@@ -48,7 +52,8 @@ class LoraConfig:
             raise UserError("lora.targets", list(self.targets), f"at least one of {', '.join(TARGETS)}")
         for at, target in enumerate(self.targets):
             if target not in TARGETS:
-                raise UserError("lora.targets", target, f"one of {', '.join(TARGETS)}{nearest(target, TARGETS)}")
+                accepted = f"one of {', '.join(TARGETS)}, or left out for all of them{nearest(target, TARGETS)}"
+                raise UserError("lora.targets", target, accepted)
             if target in self.targets[:at]:
                 raise UserError("lora.targets", list(self.targets), f"each target once; {target} is there twice")
 
@@ -68,29 +73,37 @@ PLACES: Mapping[str, tuple[Target, ...]] = {
 """Targets in a layer of a block, by the layer's attributes."""
 
 
-def places(shape: ModelShape, config: LoraConfig) -> dict[str, dict[Target, Columns | None]]:
-    """Return the layers of a block that get adapters, by attributes, and for each adapter its columns; None: all."""
+def places(shape: ModelShape, config: LoraConfig, block: int) -> dict[str, dict[Target, Columns | None]]:
+    """Return the layers of a block that get adapters, by attributes, and for each adapter its columns; None: all.
+
+    Experts, and what is beside them in their block, get none.
+    """
     size, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
     period = queries + 2 * size  # of a KV head's queries, key and value
     columns: dict[Target, Columns | None] = {
         "q": Columns(0, queries, period), "k": Columns(queries, period - size, period),
         "v": Columns(period - size, period, period),
     }  # fmt: skip
-    known = {target for target in sides(shape) if target in config.targets}
+    known = {target for target in sides(shape, block) if target in config.targets}
     made = {path: {target: columns.get(target) for target in own if target in known} for path, own in PLACES.items()}
     return {path: own for path, own in made.items() if own}
 
 
-def sides(shape: ModelShape) -> dict[Target, tuple[int, int]]:
-    """Return input and output features of a model's projections, of those that it has."""
+def sides(shape: ModelShape, block: int) -> dict[Target, tuple[int, int]]:
+    """Return input and output features of a block's projections, of those that it has."""
     hidden, ffn, queries, keys = shape.hidden, shape.ffn, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     made: dict[Target, tuple[int, int]] = {
         "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden),
         "gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden),
     }  # fmt: skip
-    if shape.mlp_inputs == 1:
-        del made["gate"]
-    return made
+    routed = shape.moe is not None and shape.moe.is_routed(block)
+    lacking: tuple[Target, ...] = ("gate", "up", "down") if routed else ("gate",) if shape.mlp_inputs == 1 else ()
+    return {target: pair for target, pair in made.items() if target not in lacking}
+
+
+def targets_of(shape: ModelShape) -> list[Target]:
+    """Return the targets that a model has, in any of its blocks."""
+    return [*dict.fromkeys(target for block in range(shape.layers) for target in sides(shape, block))]
 
 
 class AdaptedLayer(NamedTuple):
@@ -110,9 +123,10 @@ class AdaptedLayer(NamedTuple):
 
 def layers_of(shape: ModelShape, config: LoraConfig) -> list[AdaptedLayer]:
     """Return all layers with adapters of a model of these sizes, in order."""
-    size, made = sides(shape), []
+    made = []
     for index in range(shape.layers):
-        for path, targets in places(shape, config).items():
+        size = sides(shape, index)
+        for path, targets in places(shape, config, index).items():
             rows = size[next(iter(targets))][0]
             columns = sum(size[target][1] for target in PLACES[path])  # of the kernel, whatever the targets
             a, b = (rows, len(targets) * config.rank), (config.rank, columns)
@@ -122,8 +136,9 @@ def layers_of(shape: ModelShape, config: LoraConfig) -> list[AdaptedLayer]:
 
 def trained_params(shape: ModelShape, config: LoraConfig) -> int:
     """Return the number of trained parameters."""
-    pairs = (pair for target, pair in sides(shape).items() if target in config.targets)
-    return shape.layers * config.rank * sum(rows + columns for rows, columns in pairs)
+    pairs = [pair for block in range(shape.layers) for target, pair in sides(shape, block).items()
+             if target in config.targets]  # fmt: skip
+    return config.rank * sum(rows + columns for rows, columns in pairs)
 
 
 def step_flops(shape: ModelShape, config: LoraConfig, batch: int) -> int:
@@ -169,13 +184,6 @@ def check_shape(shape: ModelShape, config: LoraConfig) -> None:
     """Raise ``UserError`` where a model of these sizes cannot have such adapters."""
     if not config.adapts:
         return
-    if shape.experts:
-        raise UserError("lora.rank", config.rank, "0 for a model with experts, whose layers take no adapters")
-    smaller = {target: min(pair) for target, pair in sides(shape).items() if target in config.targets}
-    if not smaller:
-        accepted = f"at least one of {', '.join(sides(shape))}, which the model has"
+    if not {*config.targets} & {*(known := targets_of(shape))}:
+        accepted = f"at least one of {', '.join(known)}, which the model has"
         raise UserError("lora.targets", list(config.targets), accepted)
-    smallest = min(smaller, key=lambda target: smaller[target])
-    if config.rank > smaller[smallest]:
-        accepted = f"at most {smaller[smallest]}, the smaller side of the target {smallest}"
-        raise UserError("lora.rank", config.rank, accepted)

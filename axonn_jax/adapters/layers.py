@@ -11,9 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, places
+from axonn_jax.backend.repairs import over_rows
 from axonn_jax.errors import UserError
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.options import typed
+from axonn_jax.tensor.elementwise import DropoutKey
+from axonn_jax.tensor.elementwise import dropout as dropped
 from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.matmul import multiply
 from axonn_jax.tensor.params import constant_param, layout, split_module, uniform_param
@@ -30,20 +33,35 @@ class Adapter(nnx.Module):
     def __init__(self, layer: Linear, targets: Mapping[Target, Columns | None], config: LoraConfig, key: jax.Array):
         kernel = layer.kernel
         rows, columns = kernel.get_value().shape
-        over_rows, over_columns = (*layout(kernel.get_metadata()), None)[:2]
+        rows_over, columns_over = (*layout(kernel.get_metadata()), None)[:2]
         self.targets, self.columns = tuple(targets), tuple(targets.values())
         self.rank, self.alpha, self.rslora, self.scale = config.rank, config.alpha, config.rslora, config.scale
+        self.dropout = config.dropout
         # `z` splits neither: layers would gather A, and so few numbers take no memory.
-        inner = tuple(axis for axis in (over_rows if isinstance(over_rows, tuple) else (over_rows,)) if axis != "z")
+        axes = rows_over if isinstance(rows_over, tuple) else (rows_over,)
+        self.inner = tuple(axis for axis in axes if axis not in (None, "z"))
         bound = rows**-0.5  # as in PEFT: Kaiming's uniform distribution with a = sqrt(5)
         sizes = (rows, len(targets) * config.rank)
-        self.a = uniform_param(key, sizes, bound, P(inner or None, None), role="adapter")
-        self.b = constant_param((config.rank, columns), 0.0, P(None, over_columns), role="adapter")
+        self.a = uniform_param(key, sizes, bound, P(self.inner or None, None), role="adapter")
+        self.b = constant_param((config.rank, columns), 0.0, P(None, columns_over), role="adapter")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[rows, in/Gin] -> partial sums [rows, out/Gout], in the dtype of `x`; no collectives."""
-        h = multiply(x, self.a.get_value().astype(x.dtype), "NN")
-        return multiply(h * jnp.asarray(self.scale, x.dtype), self.spread().astype(x.dtype), "NN")
+    def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        """[batch, seq, in/Gin] -> partial sums [batch, seq, out/Gout], in the dtype of `x`; no collectives.
+
+        Where `key` is given, each target's features are dropped by a mask of its own.
+        """
+        a, b = self.a.get_value().astype(x.dtype), self.spread().astype(x.dtype)
+
+        def inner(x: jax.Array, a: jax.Array) -> jax.Array:
+            return over_rows(lambda rows: multiply(rows, a, "NN"), x)
+
+        if key is None or self.dropout == 0.0:
+            h = inner(x, a)
+        else:
+            keys = [key.fold_in(_DROPOUT + TARGETS.index(target)) for target in self.targets]
+            parts = zip(keys, jnp.split(a, len(keys), 1), strict=True)
+            h = jnp.concatenate([inner(dropped(x, self.dropout, own, axes=self.inner), a) for own, a in parts], -1)
+        return over_rows(lambda rows: multiply(rows * jnp.asarray(self.scale, x.dtype), b, "NN"), h)
 
     def spread(self) -> jax.Array:
         """Return B of all adapters below each other, [adapters * rank, out], zero where another one's columns are."""
@@ -68,6 +86,7 @@ def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> An
     return numbers.concatenate([only(own) for own in columns])
 
 
+_DROPOUT = 2  # first number of the adapters' dropout in a block, behind those of its halves
 _STREAM = 0x10A  # numbers of the adapters' keys, apart from those of the model's layers
 
 
@@ -78,6 +97,7 @@ def lora(
     alpha: float = LoraConfig.alpha,
     targets: Sequence[str] = TARGETS,
     rslora: bool = False,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> Any:
     """Give a transformer low-rank adapters, which alone a `Trainer` then trains; at first they add nothing.
@@ -88,15 +108,18 @@ def lora(
         alpha: Factor on what the adapters add, over the rank.
         targets: Projections that get adapters, among q, k, v, o, gate, up and down; gate where the model has one.
         rslora: True to divide alpha by the root of the rank instead of the rank.
+        dropout: Probability with which training drops an input feature of an adapter.
         seed: Seed of the adapters' first values.
 
     Returns:
         The model itself, or a function that makes it with adapters.
 
     Raises:
-        UserError: A rank is above the smaller side of a target, a target is unknown, or the model cannot have adapters.
+        UserError: A number is out of range, a target is unknown, or the model cannot have adapters.
     """
-    config = typed(LoraConfig, {"rank": rank, "alpha": alpha, "targets": list(targets), "rslora": rslora}, "lora")
+    listed = [targets] if isinstance(targets, str) else [*targets]
+    given = {"rank": rank, "alpha": alpha, "targets": listed, "rslora": rslora, "dropout": dropout}
+    config = typed(LoraConfig, given, "lora")
     if not config.adapts:
         raise UserError("lora.rank", rank, "an integer of at least 1")
     if callable(model) and not isinstance(model, nnx.Module):
@@ -111,10 +134,11 @@ def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transfor
     root = jax.random.fold_in(jax.random.key(seed), _STREAM)
     for index, block in enumerate(model.blocks):
         key = jax.random.fold_in(root, index)
-        for path, targets in places(model.shape, config).items():
+        for path, targets in places(model.shape, config, index).items():
             layer: Linear = attrgetter(path)(block)
             own = jax.random.fold_in(key, TARGETS.index(next(iter(targets))))
             layer.adapt(Adapter(layer, targets, config, own))
+    model.drops_out |= config.dropout > 0.0
     return model
 
 
@@ -125,6 +149,9 @@ def check_adaptable(model: object, config: LoraConfig) -> None:
         accepted = "a models.Transformer: no other model's layers take adapters, nor those of ax.parallelize"
         raise UserError("lora", type(model).__name__, accepted)
     check_shape(model.shape, config)
+    if model.moe.balance_rate:
+        accepted = "0 beside adapters, whose base is frozen, routers' biases too"
+        raise UserError("moe.balance_rate", model.moe.balance_rate, accepted)
     if settings_of(model) is not None:
         raise UserError("lora", "a model with adapters", "a model without: adapters on adapters are not trained")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, sides
+from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, targets_of
 from axonn_jax.adapters.export import Arrays
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
@@ -26,10 +26,10 @@ _MOST_CONFIG = 1 << 20
 _MODULES: Mapping[Target, str] = {target: f"{target}_proj" for target in TARGETS}
 # Keys that change nothing of the function, whatever their values.
 _IDLE = frozenset({
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "task_type",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "task_type",
 })  # fmt: skip
-_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "bias")
+_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias")
 _PLAIN_STARTS = (True, False, "gaussian")
 """First values of adapters that leave the base as it is: others, such as "pissa", change it."""
 
@@ -86,6 +86,7 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
             accepted = f"among {', '.join(known)}{nearest(str(name), known)}"
             raise UserError(f"{field}: target_modules", name, accepted)
     given = {"rank": raw.get("r"), "alpha": raw.get("lora_alpha"), "rslora": raw.get("use_rslora", False)}
+    given["dropout"] = raw.get("lora_dropout", 0.0)
     chosen = [target for target, name in _MODULES.items() if name in targets]
     config = typed(LoraConfig, {**given, "targets": chosen}, f"{field}: {CONFIG}")
     if not config.adapts:
@@ -152,7 +153,7 @@ def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> No
         "r": config.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "target_modules": [
-            _MODULES[target] for target in TARGETS if target in config.targets and target in sides(shape)
+            _MODULES[target] for target in TARGETS if target in config.targets and target in targets_of(shape)
         ],
         "use_rslora": config.rslora,
         "lora_dropout": 0.0,
@@ -169,7 +170,7 @@ def _parts(shape: ModelShape, config: LoraConfig) -> Iterator[_Part]:
     """Yield all adapters of a model, layer by layer."""
     entries = {entry.ours: entry for entry in entries_of(shape)}
     for layer in range(shape.layers):
-        for path, targets in places(shape, config).items():
+        for path, targets in places(shape, config, layer).items():
             entry = entries[f"blocks.{layer}.{path}.kernel"]
             assert isinstance(entry, TensorMap)
             rows, columns = entry.size

@@ -68,13 +68,13 @@ class Mlp(nnx.Module):
         self.up = up(key=keys[1])
         self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
+    def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers, as is dropout."""
         if self.gate is None:
-            (h,) = column_parallel((self.up,), x)
-            return self.down(_activated(self.kind, None, h))
-        h, gate = column_parallel((self.up, self.gate), x)
-        return self.down(_activated(self.kind, gate, h))
+            (h,) = column_parallel((self.up,), x, key)
+            return self.down(_activated(self.kind, None, h), key)
+        h, gate = column_parallel((self.up, self.gate), x, key)
+        return self.down(_activated(self.kind, gate, h), key)
 
 
 class Block(nnx.Module):
@@ -127,7 +127,7 @@ class Block(nnx.Module):
         """Run the first half of the block."""
         if isinstance(x, Residual):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
-        return x + self._branch(self.attention(self.attention_norm(x), documents), key, 0)
+        return x + self._branch(self.attention(self.attention_norm(x), documents, key), key, 0)
 
     def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
         """Attend by a function of queries, keys and values; return the output and the state of the function."""
@@ -138,7 +138,7 @@ class Block(nnx.Module):
         """Run the second half of the block."""
         values = values_of(x)
         if isinstance(self.mlp, Mlp):
-            branch, balance = self.mlp(self.mlp_norm(values)), None
+            branch, balance = self.mlp(self.mlp_norm(values), key), None
         else:
             branch, balance = self.mlp(self.mlp_norm(values), x.packing if isinstance(x, Residual) else None)
         values = values + self._branch(branch, key, 1)
@@ -171,7 +171,7 @@ class Transformer(nnx.Module):
         self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE, packed: bool = False, moe: MoeConfig = MoeConfig(),  # noqa: B008
     ):  # fmt: skip
-        self.shape, self.comm, self.packed, self._moe = shape, comm, packed, moe
+        self.shape, self.comm, self.packed, self.moe = shape, comm, packed, moe
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
         self.reads_words = packed or shape.moe is not None
         self.vocab, self.seq_len, self.layer_period = shape.vocab, shape.seq_len, shape.layer_period
@@ -224,7 +224,7 @@ class Transformer(nnx.Module):
 
     def counts(self, names: frozenset[str]) -> Loads | None:
         """Return the experts' loads, None of a model without experts."""
-        return Loads(names, self._moe.balance_rate) if names else None
+        return Loads(names, self.moe.balance_rate) if names else None
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
         """The stream that another stage has begun on these words (None: of a model that does not read them)."""

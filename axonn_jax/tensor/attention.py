@@ -12,6 +12,7 @@ from axonn_jax import compat
 from axonn_jax.ops.layers import Comm
 from axonn_jax.options import AttentionKernel, Bias
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles, choose_form, tiles
 from axonn_jax.tensor.kernels.blocked import blocked_attention
 from axonn_jax.tensor.linear import Linear, column_parallel
@@ -157,7 +158,7 @@ class Attention(nnx.Module):
             heads * head_dim, hidden, in_axis="y", bias=bias == "all", std=out_std, key=key_out, comm=comm
         )
 
-    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Documents | None = None, key: DropoutKey | None = None) -> jax.Array:
         """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers.
 
         With `comm` "sequence" `x` and the result are [batch, seq/Gy, hidden/Gx].
@@ -165,11 +166,13 @@ class Attention(nnx.Module):
         sequence = x.shape[1] * (axis_size(SEQUENCE_AXIS) if self.qkv.comm == "sequence" else 1)
         positions, numbers = (None, None) if documents is None else (documents.positions, documents.numbers)
         by = None if self.rotation is None else angles(self.rotation, sequence, positions)
-        return self.merge(causal_attention(*self.project(x, by), self.kernel, self.rule, numbers))
+        return self.merge(causal_attention(*self.project(x, by, key), self.kernel, self.rule, numbers), key)
 
-    def project(self, x: jax.Array, by: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(
+        self, x: jax.Array, by: Angles | None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], local heads."""
-        (qkv,) = column_parallel((self.qkv,), x)
+        (qkv,) = column_parallel((self.qkv,), x, key)
         batch, seq, _ = qkv.shape
         qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)
         q = qkv[..., : self.group, :].reshape(batch, seq, -1, self.head_dim)
@@ -178,6 +181,6 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if by is None else (rotary(q, by), rotary(k, by), v)
 
-    def merge(self, attended: jax.Array) -> jax.Array:
+    def merge(self, attended: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Project the outputs of local heads, [batch, seq, heads, head_dim], onto the residual stream."""
-        return self.out(attended.reshape(*attended.shape[:2], -1))
+        return self.out(attended.reshape(*attended.shape[:2], -1), key)

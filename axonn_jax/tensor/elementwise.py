@@ -1,5 +1,6 @@
 """Elementwise operations: activation functions, and dropout whose mask depends on neither grid nor microbatches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -41,30 +42,39 @@ class DropoutKey:
 
     def of_rows(self, sequences: int) -> jax.Array:
         """Return a key for each of this device's sequences, from its number in the global batch; no collectives."""
-        shards, shard = 1, jnp.int32(0)
-        for axis in BATCH_AXES:
-            shards, shard = shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
+        shards, shard = _place(BATCH_AXES)
         microbatch = jnp.asarray(self.microbatch, jnp.int32) * shards + shard
         numbers = (microbatch * self.parts + self.part) * sequences + jnp.arange(sequences, dtype=jnp.int32)
         return jax.vmap(lambda number: jax.random.fold_in(self.key, number))(numbers)
 
 
-def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool = False) -> jax.Array:
-    """Zero entries of [batch, seq, features/Gx] with probability `rate` and scale the rest; no collectives.
+def _place(axes: Sequence[str]) -> tuple[int, jax.Array]:
+    """Return the number of shards over some axes, and this device's shard."""
+    shards, shard = 1, jnp.int32(0)
+    for axis in axes:
+        shards, shard = shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
+    return shards, shard
+
+
+def dropout(
+    x: jax.Array, rate: float, key: DropoutKey, *, axes: Sequence[str] = ("x",), sequence_split: bool = False
+) -> jax.Array:
+    """Zero entries of [batch, seq, features/G] with probability `rate` and scale the rest; no collectives.
 
     A sequence's mask is drawn from its number in the global batch, whole, and this device's part sliced out of it. So
     every grid and every number of microbatches drop the same entries. XLA fuses slice and generator, but on CPUs. With
-    `sequence_split`, `x` is [batch, seq/Gy, features/Gx].
+    `sequence_split`, `x` is [batch, seq/Gy, features/G]. `axes` are those that split features.
     """
     sequences, seq, features = x.shape
     lengths, first_token = (axis_size(SEQUENCE_AXIS), axis_index(SEQUENCE_AXIS) * seq) if sequence_split else (1, 0)
-    sizes = (lengths * seq, axis_size("x") * features)
+    shards, shard = _place(axes)
+    sizes = (lengths * seq, shards * features)
 
     def drawn(own: jax.Array) -> jax.Array:
         return jax.random.bernoulli(own, 1.0 - rate, sizes)
 
     masks = jax.vmap(drawn)(key.of_rows(sequences))
-    keep = lax.dynamic_slice(masks, (0, first_token, axis_index("x") * features), x.shape)
+    keep = lax.dynamic_slice(masks, (0, first_token, shard * features), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 

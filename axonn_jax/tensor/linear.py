@@ -1,6 +1,7 @@
 """The 4D-sharded matmul: Agarwal's algorithm as a Flax layer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -23,6 +24,7 @@ from axonn_jax.tensor.collectives import (
     scatter_features,
     scatter_sequence,
 )
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
@@ -53,18 +55,15 @@ def matmul_4d(
     all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
     reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
     gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its features and then
-    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx]. An `adapter` gives further partial sums of [rows, k/Gin], which are
-    reduced with the others.
+    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx]. An `adapter` gives further partial sums of `x`, which are reduced with
+    the others.
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
     w = gather_weight(kernel, x.dtype)
     x = mark_varying(x, (swapped(in_axis),))
 
-    def product(rows: jax.Array) -> jax.Array:
-        own = matmul(rows, w, layouts, turned=turned)
-        return own if adapter is None else own + adapter(rows)
-
-    y = over_rows(product, x)
+    y = over_rows(lambda rows: matmul(rows, w, layouts, turned=turned), x)
+    y = y if adapter is None else y + adapter(x)
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
     return scatter_sequence(y) if comm == "sequence" and in_axis == "y" else all_reduce(y, in_axis)
@@ -104,28 +103,34 @@ class Linear(nnx.Module):
         """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.regather = False
         """True if the backward pass gathers a split sequence again instead of keeping the gathered one."""
-        self.adapter: Callable[[jax.Array], jax.Array] | None = None
+        self.adapter: Callable[..., jax.Array] | None = None
         kernel_spec, bias_spec = _specs(in_axis, comm)
         padded = (in_features, out_features if columns is None else columns)
         self.kernel = normal_param(key, (in_features, out_features), std, kernel_spec, padded=padded)
         self.bias = constant_param((out_features,), 0.0, bias_spec) if bias else None
 
-    def adapt(self, adapter: Callable[[jax.Array], jax.Array] | None) -> None:
+    def adapt(self, adapter: Callable[..., jax.Array] | None) -> None:
         """Add the partial sums of a module to those of the layer from now on (`matmul_4d`); None: of none."""
         self.adapter = nnx.data(adapter)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them those of reading the stream."""
+    def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them those of reading the stream.
+
+        An adapter drops features where `key` is given.
+        """
         if self.in_axis == "x" and self.comm == "sequence":
             x = gather_sequence(x)
         elif self.in_axis == "x" and self.comm == "gather":
             x = gather_features(mark_varying(x, ("y",)))
-        return self.apply_to_gathered(x, self.kernel.get_value())
+        return self.apply_to_gathered(x, self.kernel.get_value(), key)
 
-    def apply_to_gathered(self, x: jax.Array, kernel: jax.Array | GatheredWeight) -> jax.Array:
+    def apply_to_gathered(
+        self, x: jax.Array, kernel: jax.Array | GatheredWeight, key: DropoutKey | None = None
+    ) -> jax.Array:
         """Apply the layer to a gathered input, with `kernel` in place of the layer's own."""
         how = (self.in_axis, self.layouts, self.comm)
-        y = matmul_4d(x, kernel, *how, turned=self.turned, adapter=self.adapter)
+        adapter = None if self.adapter is None else partial(self.adapter, key=key)
+        y = matmul_4d(x, kernel, *how, turned=self.turned, adapter=adapter)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 
@@ -151,7 +156,7 @@ def _plus_backward(bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array
 _plus.defvjp(_plus_forward, _plus_backward)
 
 
-def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
+def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | None = None) -> list[jax.Array]:
     """Apply layers that read the residual stream, all with one `comm`; their dX are added before the reduction.
 
     Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. The
@@ -160,16 +165,16 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     comm = layers[0].comm
     if comm == "all_reduce":
         x = mark_varying(x, ("y",))
-        return [layer(x) for layer in layers]
+        return [layer(x, key) for layer in layers]
     if comm == "gather":
         x = gather_features(mark_varying(x, ("y",)))
-        return [layer.apply_to_gathered(x, layer.kernel.get_value()) for layer in layers]
+        return [layer.apply_to_gathered(x, layer.kernel.get_value(), key) for layer in layers]
     # Weights are gathered before: the backward pass gathers only the stream again.
     kernels = [GatheredWeight(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]
 
     def read(x: jax.Array) -> list[jax.Array]:
         gathered = gather_sequence(x)
-        return [layer.apply_to_gathered(gathered, kernel) for layer, kernel in zip(layers, kernels, strict=True)]
+        return [layer.apply_to_gathered(gathered, kernel, key) for layer, kernel in zip(layers, kernels, strict=True)]
 
     regather = layers[0].regather and axis_size(SEQUENCE_AXIS) > 1
     return (jax.checkpoint(read) if regather else read)(x)

@@ -98,8 +98,8 @@ class SplitModule(NamedTuple):
 
     @property
     def loads(self) -> frozenset[str]:
-        """The parameters whose gradients are counts."""
-        return frozenset(name for name, role in self.roles.items() if role == "load")
+        """The trained parameters whose gradients are counts."""
+        return frozenset(name for name in self.trained if self.roles.get(name) == "load")
 
     @property
     def adapters(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from axonn_jax.adapters.config import LoraConfig
+from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import TOKENIZER, Manifest
@@ -199,11 +199,11 @@ def _lora_of(config: Config) -> LoraConfig:
         settings = stored.config
     else:
         raise UserError(field, name, "adapters; a whole model is for checkpoint.weights")
-    for key, value in asdict(settings).items() if given != LoraConfig() else ():
-        own = getattr(given, key)
+    for key in IDENTITY if given != LoraConfig(dropout=given.dropout) else ():
+        own, value = getattr(given, key), getattr(settings, key)
         if {*own} != {*value} if key == "targets" else own != value:
             raise UserError(f"lora.{key}", own, f"{value}, as in {name}, or [lora] left out")
-    return settings
+    return replace(settings, dropout=given.dropout or settings.dropout)
 
 
 def check_lora(config: Config, shape: ModelShape) -> None:

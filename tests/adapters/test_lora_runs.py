@@ -239,7 +239,7 @@ BAD_RUNS = {
         ["--checkpoint.adapter", "RUN", "--checkpoint.weights", "OTHER"],
         "adapters of this base, by its checksum",
     ),
-    "rank": (["--lora.rank", "17"], "lora.rank = 17: at most 16, the smaller side of the target k"),
+    "dropout": (["--lora.dropout", "1"], "lora.dropout = 1"),
     "target": (["--lora.targets", "q,vv"], "lora.targets = 'vv': one of q, k, v"),
     "alpha": (["--lora.alpha", "0"], "lora.alpha = 0"),
     "off": (["--lora.rank", "0"], "lora.rank = 0: at least 1 where other settings of [lora] are given"),

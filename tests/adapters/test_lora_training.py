@@ -97,7 +97,7 @@ def _steps(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in cases.CASES if case.model != "experts"], ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_adapters_meet_every_setting_of_a_step(case):
     """With adapters, the steps of the cases in which any two settings meet are those of one device."""
     want = _steps(cases.case(f"{case.model} {case.precision}"))
@@ -163,7 +163,8 @@ def test_a_dense_trainer_is_refused_adapters():
 BAD = {
     "rank": ({"rank": 0}, "lora.rank = 0: an integer of at least 1"),
     "negative": ({"rank": -1}, "lora.rank = -1: an integer from 0"),
-    "too wide": ({"rank": 17}, "lora.rank = 17: at most 16, the smaller side of the target k"),
+    "dropout": ({"rank": 1, "dropout": 1.0}, "lora.dropout = 1.0: a probability of at least 0 and below 1"),
+    "text": ({"rank": 1, "targets": "all-linear"}, "lora.targets = 'all-linear': one of q, .*left out for all of them"),
     "target": ({"rank": 2, "targets": ("q", "upp")}, "lora.targets = 'upp': .*did you mean 'up'"),
     "twice": ({"rank": 2, "targets": ("q", "q")}, "each target once; q is there twice"),
     "none": ({"rank": 2, "targets": ()}, "at least one of q, k"),
@@ -184,5 +185,18 @@ def test_models_that_cannot_have_adapters_are_refused():
     with pytest.raises(ax.UserError, match="adapters on adapters"):
         ax.lora(ax.lora(adapted.base(), rank=1), rank=1)
     experts = ax.models.Transformer(adapted.grids.MIXTRAL, rngs=nnx.Rngs(0))
-    with pytest.raises(ax.UserError, match=r"lora.rank = 1: 0 for a model with experts"):
-        ax.lora(experts, rank=1)
+    with pytest.raises(ax.UserError, match=r"lora.targets = \['up'\]: at least one of q, k, v, o, which the model has"):
+        ax.lora(experts, rank=1, targets=["up"])
+    moved = ax.models.Transformer(adapted.grids.MIXTRAL, rngs=nnx.Rngs(0), moe=ax.MoeConfig(balance_rate=0.001))
+    with pytest.raises(ax.UserError, match=r"moe.balance_rate = 0.001: 0 beside adapters"):
+        ax.lora(moved, rank=1)
+
+
+def test_a_rank_above_a_side_of_a_kernel_is_one_of_its_own(first):
+    """As in PEFT; the sums of such adapters reach no further, but they learn otherwise."""
+    wide = ax.lora(adapted.base(), rank=adapted.SHAPE.hidden + 1)
+    got, trainer = adapted.run(wide, steps=4)
+    on_grid, _ = adapted.run(ax.lora(adapted.base(), rank=adapted.SHAPE.hidden + 1), GridShape(z=2, y=2), steps=4)
+    assert got[3, 0] < got[0, 0]
+    assert np.abs(on_grid / got - 1).max() < 64 * EPS
+    assert trainer.engine.params["blocks.0.attention.out.adapter.a"].shape[1] == adapted.SHAPE.hidden + 1

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from axonn_jax.adapters.checksum import checksum
-from axonn_jax.adapters.config import LORA, LoraConfig, StoredLora
+from axonn_jax.adapters.config import IDENTITY, LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
 from axonn_jax.adapters.merge import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
@@ -77,7 +77,8 @@ def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
     config = adapters_of(engine)
     if config is None:
         return {}
-    return {LORA: asdict(StoredLora(**asdict(config), base=base, checksum=_checksum(engine, sync)))}
+    own = {key: getattr(config, key) for key in IDENTITY}
+    return {LORA: asdict(StoredLora(**own, base=base, checksum=_checksum(engine, sync)))}
 
 
 def _checksum(engine: Engine, sync: HostSync) -> str:
@@ -95,8 +96,8 @@ def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field
         return
     if config is None:
         raise not_whole(checkpoint, field)
-    for key, value in asdict(config).items():
-        if (then := getattr(stored, key)) != value:
+    for key in IDENTITY:
+        if (then := getattr(stored, key)) != (value := getattr(config, key)):
             raise UserError(f"lora.{key}", _shown(value), f"{_shown(then)}, as in {path}")
     if stored.checksum != _checksum(engine, sync):
         theirs = stored.base or "given from Python"
