@@ -80,7 +80,9 @@ def test_each_target_drops_features_by_a_mask_of_its_own():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, hidden)), jnp.float32)
     grid = grids.lay(GridShape())
     with jax.set_mesh(grid.mesh):
-        run = jax.shard_map(lambda x, key: adapter(x, key=DropoutKey(key)), in_specs=jax.P(), out_specs=jax.P())
+        run = jax.jit(
+            jax.shard_map(lambda x, key: adapter(x, key=DropoutKey(key)), in_specs=jax.P(), out_specs=jax.P())
+        )
         kept = [np.asarray(run(jnp.eye(hidden)[None] * jnp.ones((2, 1, 1)), jax.random.key(seed))) for seed in (0, 1)]
         rows = np.asarray(run(x, jax.random.key(0)))
     group = adapted.SHAPE.heads // adapted.SHAPE.kv_heads
