@@ -11,10 +11,11 @@ from axonn_jax.inference.generator import Generator
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Request, numbered
 from axonn_jax.inference.texts import write
+from axonn_jax.models.config import ModelShape
 
 
 def requests_of(
-    entries: Sequence[Entry], tokenizer: Any, form: PromptForm, seq_len: int, *, samples: int, tokens: int
+    entries: Sequence[Entry], tokenizer: Any, form: PromptForm, shape: ModelShape, *, samples: int, tokens: int
 ) -> list[Request]:
     """Return requests for samples of every prompt.
 
@@ -22,21 +23,21 @@ def requests_of(
         entries: ParEval's prompts.
         tokenizer: The model's.
         form: Form of the prompts.
-        seq_len: Most tokens of a text, prompt included.
+        shape: Sizes of the model: most tokens of a text, prompt included, and entries of the vocabulary.
         samples: Texts for each prompt.
         tokens: Most new tokens of a text.
 
     Raises:
-        UserError: a prompt leaves no room.
+        UserError: a prompt leaves no room, or has a token that the model has not.
     """
-    asked = []
+    asked, how = [], {"special": form.special, "vocab": shape.vocab}
     for entry in entries:
         try:
-            ids = ids_within(tokenizer, form.text(entry["prompt"]), seq_len, special=form.special)
+            ids = ids_within(tokenizer, form.text(entry["prompt"]), shape.seq_len, **how)
         except UserError as error:
             accepted = f"{error.accepted} ({entry['name']}, {entry['parallelism_model']})"
             raise UserError("--suite", error.value, accepted) from None
-        asked.append((ids, min(tokens, seq_len - len(ids))))
+        asked.append((ids, min(tokens, shape.seq_len - len(ids))))
     return numbered(asked, samples)
 
 

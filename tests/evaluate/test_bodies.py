@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
+from axonn_jax.errors import UserError
 from axonn_jax.evaluate.continuations import continuations, requests_of
 from axonn_jax.evaluate.cut import body_of, cut
 from axonn_jax.evaluate.forms import form_of
@@ -91,7 +92,11 @@ def test_a_text_ends_behind_its_function(template):
 
     generator = types.SimpleNamespace(stream=stream, programs=types.SimpleNamespace(stops=()))
     form, entries = form_of(template, None), [{"prompt": PROMPT, "name": "a", "parallelism_model": "serial"}] * 2
-    requests = requests_of(entries, tokenizer, form, 900, samples=3, tokens=900)
+    shape = types.SimpleNamespace(seq_len=900, vocab=257)
+    requests = requests_of(entries, tokenizer, form, shape, samples=3, tokens=900)
+    narrow = types.SimpleNamespace(seq_len=900, vocab=100)
+    with pytest.raises(UserError, match=r"--suite = .*below model.vocab = 100; this one has 256 \(a, serial\)"):
+        requests_of(entries, tokenizer, form, narrow, samples=3, tokens=900)
     rest = 900 - len(form.text(PROMPT).encode())
     assert [(request.sample, request.tokens) for request in requests] == [(at, rest) for at in range(6)]
     counts = []

@@ -40,7 +40,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     on_grid(shape, args.grid)
     tokenizer, entries = tokenizer_of(run_dir, shape.vocab)
     form = form_of(args.template, run_dir)
-    requests = requests_of(prompts, tokenizer, form, shape.seq_len, samples=args.samples, tokens=args.tokens)
+    requests = requests_of(prompts, tokenizer, form, shape, samples=args.samples, tokens=args.tokens)
     stops = ends_of(run_dir, tokenizer, "RUN_DIR", shape.vocab)
 
     from axonn_jax.distributed.initialize import start
