@@ -78,6 +78,7 @@ class Saver:
         own = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
         self._writer = OrbaxWriter(parts[own], sizes or {})
         self._first = sync.rank == 0
+        self._versions = {name: metadata.version(name) for name in _PACKAGES}  # now: packages may change under a run
         self._job: _Job | None = None
         self._refused = ""
         self.last: tuple[int, float] | None = None
@@ -211,7 +212,7 @@ class Saver:
             run,
             arrays,
             files,
-            versions={name: metadata.version(name) for name in _PACKAGES},
+            versions=self._versions,
         )
         replace_whole(job.folder / MANIFEST, manifest.text().encode())
         target = self.directory / name_of(job.step)

@@ -27,12 +27,12 @@ class TokenSamples:
             token outside of the vocabulary.
     """
 
-    def __init__(self, path: str | Path, split: str, seq_len: int, *, verify: bool = False):
+    def __init__(self, path: str | Path | Manifest, split: str, seq_len: int, *, verify: bool = False):
         if split not in SPLITS:
             raise UserError("split", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
         if seq_len < 1:
             raise UserError("model.seq_len", seq_len, "a whole number from 1")
-        self.manifest = Manifest.load(path)
+        self.manifest = path if isinstance(path, Manifest) else Manifest.load(path)
         self.seq_len = seq_len
         chosen = self.manifest.splits[split]
         self.manifest.check_seq_len(seq_len, [split])
@@ -126,7 +126,7 @@ class Loader:
     ``position`` goes up by ``global_batch``. So the next batch depends only on ``seed`` and ``position``.
 
     Args:
-        path: The directory, written by `axonn-jax prepare`.
+        path: The directory, written by `axonn-jax prepare`, or the manifest read from it.
         split: The split, train or valid.
         seq_len: Tokens of a sequence.
         global_batch: Sequences of a batch over all processes.
@@ -144,7 +144,7 @@ class Loader:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Manifest,
         *,
         split: str = "train",
         seq_len: int,

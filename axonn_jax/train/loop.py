@@ -14,6 +14,7 @@ import numpy as np
 from axonn_jax.adapters.config import step_flops
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.loader import Loader
+from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.launch import World
@@ -42,13 +43,15 @@ MOST_SKIPPED = 20
 class Run:
     """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
 
-    def __init__(self, config: Config, shape: ModelShape, world: World, trainer: Trainer, sync: HostSync):
-        self.config, self.shape, self.trainer, self.engine = config, shape, trainer, trainer.engine
+    def __init__(
+        self, config: Config, shape: ModelShape, data: Manifest, world: World, trainer: Trainer, sync: HostSync
+    ):
+        self.config, self.shape, self.data, self.trainer, self.engine = config, shape, data, trainer, trainer.engine
         self.directory = Path(config.log.dir)
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
-        self.checkpoints = Checkpoints(config, self.engine, sync, self.say)
+        self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
         valid = self._loader("valid", shuffle=False)
         self.held_out = held_out(valid, config.train.eval_batches, config.train.global_batch)
@@ -79,8 +82,7 @@ class Run:
         try:
             replace_whole(self.directory / name, raw)
         except OSError as error:
-            accepted = f"a directory that {name} can be written in; {error.strerror}"
-            raise UserError("log.dir", str(self.directory), accepted) from None
+            raise UserError("log.dir", self.directory, f"one to write {name} in; {error.strerror}") from None
 
     def say(self, text: str) -> None:
         """Print a line, on the first process only."""
@@ -164,7 +166,7 @@ class Run:
             pictures = self.engine.write_timeline(self.directory)
             if self.log is not None:
                 self._close_log()
-                drawn = [plot_loss(self.directory, self._entropy), *pictures]
+                drawn = [plot_loss(self.directory, self.data.unigram_entropy), *pictures]
         except (OSError, ValueError) as error:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []
@@ -201,10 +203,6 @@ class Run:
             f"{state}; {before}"
         )
         return 1
-
-    @property
-    def _entropy(self) -> float:
-        return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
         """Wait for a step, the run's one sync a step, and record metrics; return the time of completion."""
@@ -270,12 +268,12 @@ class Run:
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)
         if self.log is not None:
-            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
-        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
+            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self.data.unigram_entropy})
+        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self.data.unigram_entropy:.4f})")
 
     def _loader(self, split: str, **options: Any) -> Loader:
         return Loader(
-            self.config.data.path,
+            self.data,
             split=split,
             seq_len=self.shape.seq_len,
             global_batch=self.config.train.global_batch,

@@ -57,11 +57,11 @@ def train(config: Config, report: Callable[[BaseException], int]) -> int:
 def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     shape = config.model.shape()
     comm = residual_comm_of(config, shape)
+    data = Manifest.load(config.data.path)
     if config.data.verify:
         verify_data(config.data.path, sync)
     layouts, lines = choose_layouts(config, shape, comm, sync)
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
-    data = Manifest.load(config.data.path)
     form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
     lines += _epochs(data, shape.seq_len, config.train)
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
@@ -96,7 +96,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         pipeline=config.pipeline,
         prune=config.prune,
     )
-    run = Run(config, shape, world, trainer, sync)
+    run = Run(config, shape, data, world, trainer, sync)
     with StopSignals(sync, trainer.engine.peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()

@@ -82,8 +82,9 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
 class Checkpoints:
     """Checkpoints of a training run: saves, and resuming."""
 
-    def __init__(self, config: Config, engine: Engine, sync: HostSync, say: Callable[[str], None]):
+    def __init__(self, config: Config, data: DataManifest, engine: Engine, sync: HostSync, say: Callable[[str], None]):
         self._config, self._engine, self._sync, self._say = config, engine, sync, say
+        self._data = data.fingerprint("train")
         self.directory = Path(config.log.dir) / FOLDER
         keep = config.checkpoint
         often = {"keep": keep.keep, "keep_every": keep.keep_every}
@@ -248,7 +249,7 @@ class Checkpoints:
             "data.seed": config.data.seed,
             "train.seed": config.train.seed,
             "model.seq_len": config.model.seq_len,
-            "data": DataManifest.load(config.data.path).fingerprint("train"),
+            "data": self._data,
             "config": to_toml(config),
             **self._lora,
         }

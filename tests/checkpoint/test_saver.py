@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+from importlib import metadata
 
 import grids
 import jax
@@ -46,6 +47,15 @@ def test_what_was_saved_is_read_on_another_grid(tmp_path):
         np.testing.assert_array_equal(loaded[name], value)
         assert loaded[name].sharding.mesh.size == 1
     assert set(load(found, {"params.bias": wanted()["params.bias"]})) == {"params.bias"}
+
+
+def test_a_save_names_the_packages_that_the_run_began_with(tmp_path, monkeypatch):
+    """An environment that is renewed under a run has none of them for a moment."""
+    with saver(tmp_path) as made:
+        monkeypatch.setattr(metadata, "version", lambda name: pytest.fail(f"{name} was looked up"))
+        made.save(1, state(), {})
+        assert made.settle() == ""
+    assert check_files(tmp_path / "step_00000001").versions["jax"] == jax.__version__
 
 
 def test_a_save_holds_the_state_of_its_step_though_the_next_step_takes_the_arrays(tmp_path):

@@ -1,16 +1,20 @@
 """A run of `axonn-jax train` in one process: what it leaves behind, and when."""
 
+import shutil
 import sys
 
 import pytest
 from launched import AXONN, CONFIG, command, finished
 
+from axonn_jax.checkpoint.manifest import read
 from axonn_jax.data.loader import Loader, TokenSamples
+from axonn_jax.data.manifest import Manifest
 from axonn_jax.train.loop import held_out
 from axonn_jax.train.metrics import read_metrics
 
-LOGGED_BEFORE_SAVING = """
+WATCHED_SAVES = """
 import sys
+from pathlib import Path
 from axonn_jax.cli.main import main
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.train.metrics import read_metrics
@@ -19,6 +23,9 @@ save = Saver.save
 
 def saving(self, step, *state):
     print(step, read_metrics(self.directory.parent)[-1]["step"])
+    data = self.directory.parent.parent / "data"
+    if data.exists():
+        data.rename(data.with_name("elsewhere"))
     save(self, step, *state)
 
 Saver.save = saving
@@ -40,18 +47,33 @@ def test_held_out_samples_are_read_once(prepared, most):
     assert sorted(counted) == sorted(tuple(every[i].tolist()) for i in range(samples))
 
 
-def test_a_step_is_written_down_before_it_is_saved(tmp_path, prepared):
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory, prepared):
+    """A run of five steps and three saves, whose data is renamed at the first save: its directory, and the process."""
+    place = tmp_path_factory.mktemp("watched")
+    shutil.copytree(prepared, place / "data")
+    config = place / "c.toml"
+    config.write_text(CONFIG.format(data=place / "data", layers=2) + "\n[checkpoint]\nevery = 2\n")
+    words = command(config, place / "run", train_steps=5, memory_offload="optimizer")
+    return place, finished([sys.executable, "-c", WATCHED_SAVES, *words[len(AXONN) + 1 :]])
+
+
+def test_a_step_is_written_down_before_it_is_saved(watched):
     """A run killed right after a save goes on after that step, and would never write it down.
 
     An offloaded step has ended when it returns: none, saved and last ones included, is said to have taken no time.
     """
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
-    words = command(config, tmp_path / "run", train_steps=5, memory_offload="optimizer")
-    done = finished([sys.executable, "-c", LOGGED_BEFORE_SAVING, *words[len(AXONN) + 1 :]])
+    place, done = watched
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["2 2", "4 4", "5 5"]
-    seconds = [record["step_s"] for record in read_metrics(tmp_path / "run") if "step_s" in record]
+    seconds = [record["step_s"] for record in read_metrics(place / "run") if "step_s" in record]
     assert len(seconds) == 5
     least, second, *_ = sorted(seconds)
     assert least > second / 10
+
+
+def test_a_save_reads_nothing_of_the_data(watched):
+    place, done = watched
+    assert "was not saved" not in done.stderr
+    facts = read(place / "run" / "checkpoints" / "step_00000005").run
+    assert facts["data"] == Manifest.load(place / "elsewhere").fingerprint("train")
