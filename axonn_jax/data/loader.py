@@ -1,6 +1,9 @@
 """Batches of token sequences, the same ones in the same order whatever the grid, from any position on."""
 
+import os
 import sys
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,7 +16,7 @@ from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
 from axonn_jax.errors import UserError, nearest
 
-_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and a process may have 1024
+_OPEN_SHARDS = 128  # each has a descriptor, and a process may have 1024
 
 
 class TokenSamples:
@@ -23,8 +26,8 @@ class TokenSamples:
     those of `models.packed`.
 
     Raises:
-        UserError: the directory is not a whole prepared one, the split is missing or too short, or a sample has a
-            token outside of the vocabulary.
+        UserError: the directory is not a whole prepared one, the split is missing or too short, a sample has a
+            token outside of the vocabulary, or a shard's file has changed since the manifest was read.
     """
 
     def __init__(self, path: str | Path | Manifest, split: str, seq_len: int, *, verify: bool = False):
@@ -43,8 +46,7 @@ class TokenSamples:
         self._shards = chosen.shards
         self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
         # Not a method: a cache that holds its owner keeps files open until the garbage collector comes by.
-        opened = partial(_open, self.manifest.path, self.manifest.storage)
-        self._map = lru_cache(maxsize=_OPEN_SHARDS)(opened)
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(_OpenShard)
 
     def __len__(self) -> int:
         return self._length
@@ -57,16 +59,35 @@ class TokenSamples:
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
         while filled < len(sample):
             offset = position + filled - int(self._starts[shard])
-            part = self._map(self._shards[shard])[offset : offset + len(sample) - filled]
-            self.manifest.check_ids(part, self._shards[shard])
+            part = self._part(self._shards[shard], offset, len(sample) - filled)
             sample[filled : filled + len(part)] = part  # of words the same bits
             filled += len(part)
             shard += 1
         return sample
 
+    def _part(self, shard: Shard, offset: int, most: int) -> NDArray[Any]:
+        """Read words of a shard: not from a mapped file, as one cut off under a run would end the process (SIGBUS)."""
+        path, size = self.manifest.path, self.manifest.storage.itemsize
+        try:
+            file = self._open(path / shard.name).number
+            raw = os.pread(file, min(most, shard.tokens - offset) * size, offset * size)
+            now = os.fstat(file)
+        except OSError as error:
+            raise UserError("data.path", str(path), f"shard {shard.name} is not readable: {error.strerror}") from None
+        if (now.st_size, now.st_mtime_ns) != self.manifest.marks[shard.name]:
+            accepted = f"data that stays as it is while it is read; shard {shard.name} has changed"
+            raise UserError("data.path", str(path), accepted)
+        part: NDArray[Any] = np.frombuffer(raw, self.manifest.storage)
+        self.manifest.check_ids(part, shard)
+        return part
 
-def _open(folder: Path, storage: np.dtype[Any], shard: Shard) -> NDArray[Any]:
-    return np.memmap(folder / shard.name, dtype=storage, mode="r", shape=(shard.tokens,))
+
+class _OpenShard:
+    """Open file, closed when nobody has it any more."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
 
 
 class _Batches:
@@ -175,6 +196,7 @@ class Loader:
         key = seed if shuffle else None
         self._batches = _Batches(self._samples, tuple(rows), global_batch, position, key, dropped)
         self._taken = 0
+        self._ahead, self._fault = deque[NDArray[np.int32]](), ""
         self._iterator: Any = None
 
     @property
@@ -204,17 +226,36 @@ class Loader:
         return self
 
     def __next__(self) -> NDArray[np.int32]:
-        if self._iterator is None:
-            self._iterator = self._start_reading()
-        taken: NDArray[np.int32] = next(self._iterator)
+        taken = self._ahead.popleft() if self._ahead else self._read()
         self._taken += 1
         return taken
 
+    def ahead(self, batches: int) -> str:
+        """Read so many batches before they are asked for; return the fault of the data behind those read, or "".
+
+        Raises ``UserError`` where not one can be read.
+        """
+        try:
+            while len(self._ahead) < batches and not self._fault:
+                self._ahead.append(self._read())
+        except UserError as error:
+            if not self._ahead:
+                raise
+            self._fault = str(error)
+        return self._fault
+
     def close(self) -> None:
         """Stop reading ahead; the next batch starts reading again."""
+        self._ahead, self._fault = deque(), ""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+    def _read(self) -> NDArray[np.int32]:
+        if self._iterator is None:
+            self._iterator = self._start_reading()
+        read: NDArray[np.int32] = next(self._iterator)
+        return read
 
     def _start_reading(self) -> Any:
         import grain  # takes a second, so only who reads data pays it

@@ -4,7 +4,7 @@ import hashlib
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,8 @@ class Manifest:
     """Words of a row: tokens of a sequence and one; 0 in a stream."""
     path: Path = Path()
     """Path of the directory; not part of the file."""
+    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    """Bytes and time of change (ns) of each shard's file when the manifest was read; not part of the file either."""
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -145,9 +147,7 @@ class Manifest:
 
         Nothing outside of the directory is read, whatever the manifest says.
 
-        Raises:
-            UserError: the directory or its manifest is missing, not readable or not of this version, or the
-                tokenizer or a shard is missing or has the wrong size.
+        Raises ``UserError`` where directory, manifest, tokenizer or a shard is missing, damaged or of another size.
         """
         path = Path(path)
         try:
@@ -160,8 +160,7 @@ class Manifest:
         except ValueError as error:
             raise _bad(path, f"{MANIFEST} is not valid JSON ({error}); {AGAIN}") from None
         manifest = cls._parse(path, raw)
-        manifest._check_files()
-        return manifest
+        return replace(manifest, marks=manifest._check_files())
 
     @classmethod
     def _parse(cls, path: Path, raw: Any) -> "Manifest":
@@ -199,15 +198,18 @@ class Manifest:
         if self.packed and (self.dtype != "uint32" or any(split.tokens % self.row for split in self.splits.values())):
             raise ValueError(f"no whole rows of {self.row} words in uint32")
 
-    def _check_files(self) -> None:
+    def _check_files(self) -> dict[str, tuple[int, int]]:
+        marks = {}
         for shard in self._shards(SPLITS):
-            expected, size = shard.tokens * self.storage.itemsize, self._size(f"shard {shard.name}", shard.name)
+            expected = shard.tokens * self.storage.itemsize
+            marks[shard.name] = size, _ = self._status(f"shard {shard.name}", shard.name)
             if size != expected:
                 raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
-        if (size := self._size(TOKENIZER, TOKENIZER)) > MAX_TOKENIZER:
+        if (size := self._status(TOKENIZER, TOKENIZER)[0]) > MAX_TOKENIZER:
             raise _bad(self.path, f"{TOKENIZER} has {size} bytes, expected at most {MAX_TOKENIZER}; {AGAIN}")
+        return marks
 
-    def _size(self, what: str, name: str) -> int:
+    def _status(self, what: str, name: str) -> tuple[int, int]:
         try:
             status = (self.path / name).lstat()
         except OSError as error:
@@ -215,7 +217,7 @@ class Manifest:
         # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
         if not stat.S_ISREG(status.st_mode):
             raise _bad(self.path, f"{what} is not a regular file; a copy would be; {AGAIN}")
-        return status.st_size
+        return status.st_size, status.st_mtime_ns
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
         """Read the tokenizer and every shard of the given splits and compare their SHA-256 with the manifest's.
@@ -258,9 +260,8 @@ class Manifest:
 
             ids = token_ids(ids)
         if len(ids) and (largest := int(ids.max())) >= self.used:
-            raise _bad(
-                self.path, f"shard {shard.name} has token {largest}, beyond the largest, {self.used - 1}; {AGAIN}"
-            )
+            over = f"token {largest}, beyond the largest, {self.used - 1}"
+            raise _bad(self.path, f"shard {shard.name} has {over}; {AGAIN}")
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
         try:

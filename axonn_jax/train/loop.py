@@ -46,7 +46,8 @@ class Run:
     def __init__(
         self, config: Config, shape: ModelShape, data: Manifest, world: World, trainer: Trainer, sync: HostSync
     ):
-        self.config, self.shape, self.data, self.trainer, self.engine = config, shape, data, trainer, trainer.engine
+        self.config, self.shape, self.data, self.trainer = config, shape, data, trainer
+        self.engine, self.sync = trainer.engine, sync
         self.directory = Path(config.log.dir)
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
@@ -111,10 +112,12 @@ class Run:
             if self.start == 0 and self.config.checkpoint.weights:
                 self._evaluate(0)  # what training makes better
             waiting: StepMetrics | None = None
+            fault = self.train_data.ahead(min(2, steps - self.start))
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
+                fault = self.train_data.ahead(min(2, steps - step))
                 for line in self.pruning.lines():
                     self.say(line)
                     self.remembered = step + 1
@@ -128,7 +131,7 @@ class Run:
                     waiting = None
                 if self.skipped_in_row >= MOST_SKIPPED:
                     return self._given_up(step)
-                stopping = stop.requested() and step < steps
+                stopping = stop.requested(fault) and step < steps
                 evaluates = step == steps or (every > 0 and step % every == 0 and not stopping)
                 samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
                 saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
@@ -146,7 +149,7 @@ class Run:
                 if stopping:
                     break
         if stopping:
-            return self._stopped(stop, step)
+            return self._stopped(stop, step, fault)
         error = self.checkpoints.settle()
         saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
         self.say(
@@ -180,16 +183,15 @@ class Run:
     def _checkpoint(self, step: int) -> Path:
         return self.checkpoints.directory / name_of(step)
 
-    def _stopped(self, stop: StopSignals, step: int) -> int:
-        """End a run on a signal: return 128 plus the signal's number once the checkpoint is complete, else 1."""
+    def _stopped(self, stop: StopSignals, step: int, fault: str) -> int:
+        """End a run on a signal or a fault of the data: return 128 plus the signal's number, or 2; 1 if not saved."""
         error, number = self.checkpoints.settle(), stop.number()
+        faults = [text for text in self.sync.gather(fault) if text]
         self._close_log()
-        name = signal.Signals(number).name
-        if error:
-            self.say(f"error: ended by {name} after step {step}; its state was not saved: {error}")
-            return 1
-        self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
-        return 128 + number
+        why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
+        left = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
+        self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {left}")
+        return 1 if error else 2 if faults else 128 + number
 
     def _given_up(self, step: int) -> int:
         """End a run whose steps change nothing any more, without a checkpoint."""

@@ -56,9 +56,12 @@ class StopSignals:
                 os.write(self._write, b"\0")
             self._thread.join(5)
 
-    def requested(self) -> bool:
-        """True if the run shall end after this step; the same on every process, and asked by all after each step."""
-        return self._sync.any_before(bool(self._number))
+    def requested(self, fault: str) -> bool:
+        """True if the run shall end after this step; the same on every process, and asked by all after each step.
+
+        A fault here ends it too, on several processes a step later, for which all must have a batch.
+        """
+        return self._sync.any_before(bool(self._number or fault))
 
     def number(self) -> int:
         """Return the signal that ended the run, agreed by all processes, even by those without the signal."""

@@ -242,6 +242,31 @@ def test_a_token_beyond_the_vocabulary_is_found_when_data_is_opened_or_else_when
     take(Loader(copy, **options | {"verify": False}), 0)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shard: os.truncate(shard, 72),
+        lambda shard: os.utime(shard, ns=(0, 0)),
+        lambda shard: shutil.copy(shard, shard.with_name("new")) and shard.with_name("new").replace(shard),
+        Path.unlink,
+    ],
+    ids=["cut off", "written", "replaced", "removed"],
+)
+def test_a_shard_that_changes_while_it_is_read_is_named(copy, change, prefetch):
+    """What was read before is given, and the position is behind that."""
+    loader = Loader(copy, seq_len=SEQ, global_batch=1, prefetch=prefetch, shuffle=False)
+    assert loader.ahead(2) == ""
+    change(copy / "train-00002.bin")
+    before = loader.ahead(99)
+    assert "train-00002.bin " in before
+    assert before == loader.ahead(99)
+    given = [next(loader) for _ in range(4)]  # of the 74 tokens in the two shards before
+    assert loader.position == len(given)
+    with pytest.raises(UserError, match=r"data\.path = .*train-00002\.bin (has changed|is not readable: No such file)"):
+        next(loader)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -3,14 +3,18 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from math import prod
+from pathlib import Path
 
 import pytest
 from launched import AXONN, CONFIG, MPIRUN, UNDER_MPIRUN, Launched, alive, command, environment, errors, finished, flags
+
+from axonn_jax.checkpoint.manifest import read
 
 SETUPS = {"pipe 4": {"grid_pipe": 4}, "two processes a stage": {"grid_pipe": 2, "grid_x": 2}}
 TOLD = {"mpirun": {"grid_pipe": 2}, "ranks": SETUPS["two processes a stage"]}
@@ -123,6 +127,25 @@ class TestFaults:
             assert run.mpirun.returncode != 0
             assert "Traceback" not in run.stderr
             tell(capsys, f"rank {rank} killed after {said}: all gone in {took:.2f} s")
+
+    def test_data_that_changes_under_one_rank_ends_all_with_a_save(self, prepared, tmp_path):
+        """Each rank has a copy of its own, by a relative path; only the second rank's changes."""
+        words = []
+        for rank in range(2):
+            shutil.copytree(prepared, tmp_path / str(rank) / "data")
+            words += [":", "-n", "1", "--wdir", tmp_path / str(rank)]
+            words += command(tmp_path / "c.toml", tmp_path / "run", grid_data=2, train_steps=100_000)
+        (tmp_path / "c.toml").write_text(CONFIG.format(data="data", layers=2))
+        with Launched([MPIRUN, "--oversubscribe", *map(str, words[1:])], tmp_path) as run:
+            run.wait_for("step 1/")
+            os.truncate(tmp_path / "1" / "data" / "train-00000.bin", 4096)
+            run.ranks()
+            run.wait_until_gone(ENDED_S)
+            assert run.mpirun.returncode == 2, run.stderr[-4000:]
+            line = r"error: data.path = 'data': .* train-00000.bin has changed; ended after step (\d+); checkpoint (.*)"
+            found = re.search(line, run.stderr)
+            assert found, run.stderr[-4000:]
+            assert read(Path(found[2])).run["position"] == int(found[1]) * 16
 
     @pytest.mark.parametrize("to", ["mpirun", pytest.param("ranks", marks=pytest.mark.slow)])
     def test_a_run_told_to_end(self, to, launch, capsys):
