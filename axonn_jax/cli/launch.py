@@ -24,11 +24,11 @@ from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK
 from axonn_jax.train.config_file import read, split_argv
-from axonn_jax.train.signals import handled
+from axonn_jax.train.signals import SIGNALS, handled
 
 LOG = "restarts.log"
-_FINAL = {0, 2, 128 + signal.SIGUSR1, 128 + signal.SIGTERM}
-"""Exit statuses without a restart: success, bad input, and a signal followed by a save."""
+_FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.SIGHUP}
+"""Exit statuses without a restart: success, bad input, and a signal followed by a save, or by which a person ended."""
 _PMIX_WORKS = "started"
 _SHELL = "4294967290"
 """SLURM_STEP_ID of salloc's shell on a node; a batch script's shell has none."""

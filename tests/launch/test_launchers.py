@@ -9,6 +9,7 @@ from launched import AXONN, environment
 
 CONFIG = '[model]\nlayers = 1\nhidden = 8\nheads = 1\nseq_len = 8\n[data]\npath = "none"\n[log]\ndir = "run"\n'
 VERSIONS = {"Open MPI": "mpirun (Open MPI) 5.0.11", "Hydra": "HYDRA build details:\\n    Version: 5.0.0"}
+MEET = "2 processes on 1 host(s), by MPI: x; 2 x cpu (cpu); grid pipe 1 x data 2"
 
 
 @pytest.fixture
@@ -47,12 +48,18 @@ def test_each_kind_is_given_options_that_it_knows_and_asked_once_where_nothing_b
 
 
 def test_a_job_whose_processes_have_met_is_started_again(launch):
-    line = "2 processes on 1 host(s), by MPI: x; 2 x cpu (cpu); grid pipe 1 x data 2"
-    done, asked = launch("Hydra", f"printf '{line[:60]}'; printf '{line[60:]}\\n'; exit 9", "--restarts", "1")
+    done, asked = launch("Hydra", f"printf '{MEET[:60]}'; printf '{MEET[60:]}\\n'; exit 9", "--restarts", "1")
     assert done.returncode == 9
     assert len(asked) == 2
-    assert line in done.stdout
+    assert MEET in done.stdout
     assert "not started again, --restarts 1 used up" in done.stderr
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 130", 130), ("exit 129", 129), ("kill -INT $$", 130)])
+def test_a_job_that_a_person_ended_is_not_started_again(launch, end, status):
+    done, asked = launch("Hydra", f"echo '{MEET}'; {end}", "--restarts", "1")
+    assert (done.returncode, len(asked)) == (status, 1)
+    assert "again" not in done.stderr
 
 
 def test_a_launcher_of_the_users_own_is_given_as_it_is(launch):
