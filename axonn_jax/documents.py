@@ -59,6 +59,11 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
         return file.read(most)
 
 
+def own_file(path: str, flags: int) -> int:
+    """Open a file to write, for the `opener` of `open`: through no link, and waiting for no pipe's reader."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def replace_whole(path: Path, raw: bytes) -> None:
     """Write a whole file: also after a crash the path has the new content or the old; a link is replaced."""
     part = path.with_name(f".{path.name}.part")
@@ -160,7 +165,7 @@ def held(path: Path) -> Iterator[bool]:
         OSError: the file cannot be made or written.
     """
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        file = own_file(os.fspath(path), os.O_RDWR | os.O_CREAT)
         try:
             locked = _take(file)
             if _is_at(file, path):

@@ -96,7 +96,7 @@ class Saver:
         if self._first and self.directory.is_dir():
             for path in self.directory.iterdir():
                 if path.name.startswith((_UNFINISHED, _REMOVED)):
-                    shutil.rmtree(path, ignore_errors=True)
+                    _clear(path)
 
     def resumed(self, step: int) -> None:
         """Record the complete checkpoint from which the run resumes."""
@@ -162,7 +162,7 @@ class Saver:
         """Make room for the save; return the obstacle, if any."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
             free = shutil.disk_usage(self.directory).free
             if free < needed:
                 return (
@@ -216,9 +216,9 @@ class Saver:
         )
         replace_whole(job.folder / MANIFEST, manifest.text().encode())
         target = self.directory / name_of(job.step)
-        if target.exists():  # only a library's caller saves a step twice
+        if os.path.lexists(target):  # only a library's caller saves a step twice
             replaced = self.directory / (_REMOVED + target.name)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _clear(replaced)
             target.rename(replaced)
         job.folder.rename(target)
         flush(self.directory)
@@ -231,11 +231,19 @@ class Saver:
                 continue
             removed = path.with_name(_REMOVED + path.name)
             with contextlib.suppress(OSError):
+                _clear(removed)
                 path.rename(removed)
-                shutil.rmtree(removed, ignore_errors=True)
+                _clear(removed)
 
     def _failed(self, step: int, why: str) -> None:
         if not self._first:
             return
         before = f"the last complete one is step {self.last[0]}" if self.last else "there is no complete one yet"
         self._warn(f"warning: the checkpoint of step {step} was not saved in {self.directory}: {why}; {before}")
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder, or a file or link of its name, where possible; no link is followed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -19,7 +19,7 @@ from typing import IO, Annotated
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.distributed.launch import MET
-from axonn_jax.documents import Held, held
+from axonn_jax.documents import Held, held, own_file
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK
@@ -257,10 +257,12 @@ class Restarts:
     def note(self, text: str) -> None:
         """Tell people, and the run directory's restarts.log."""
         say(f"axonn-jax: {text}")
-        with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
+        try:  # the log is a convenience
             self._directory.mkdir(parents=True, exist_ok=True)
-            with (self._directory / LOG).open("a", encoding="utf-8") as log:
+            with open(self._directory / LOG, "a", encoding="utf-8", opener=own_file) as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+        except OSError as error:
+            say(f"axonn-jax: {LOG} in {self._directory} was not written: {error.strerror}")
 
 
 def _how(status: int) -> str:

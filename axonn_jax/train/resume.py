@@ -1,6 +1,7 @@
 """Checkpoints of a trainer and of a run: the state saved to resume, and the checkpoint to resume from."""
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -269,5 +270,5 @@ class Checkpoints:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:
                     names = (f"aside_{path.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
-                    path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
+                    path.rename(next(free for name in names if not os.path.lexists(free := path.with_name(name))))
         self._sync.gather("")

@@ -49,6 +49,25 @@ def test_what_was_saved_is_read_on_another_grid(tmp_path):
     assert set(load(found, {"params.bias": wanted()["params.bias"]})) == {"params.bias"}
 
 
+def test_links_in_the_place_of_checkpoints_are_replaced_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "keep").touch()
+    place = tmp_path / "checkpoints"
+    with saver(place, keep=1) as made:
+        for step in (1, 2):
+            made.save(step, state(step), {})
+            for number, target in ((step, tmp_path / "gone"), (step + 1, victim)):
+                for kind in ("unfinished_", "removed_", ""):
+                    if not os.path.lexists(link := place / f"{kind}step_{number:08d}"):
+                        link.symlink_to(target)
+            assert made.settle() == ""
+            assert check_files(place / f"step_{step:08d}").step == step
+        made.clean()
+    assert names(place) == ["step_00000002", "step_00000003"]
+    assert names(victim) == ["keep"]
+
+
 def test_a_save_names_the_packages_that_the_run_began_with(tmp_path, monkeypatch):
     """An environment that is renewed under a run has none of them for a moment."""
     with saver(tmp_path) as made:

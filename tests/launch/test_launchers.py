@@ -62,6 +62,16 @@ def test_a_job_that_a_person_ended_is_not_started_again(launch, end, status):
     assert "again" not in done.stderr
 
 
+@pytest.mark.parametrize("make", [lambda log: log.symlink_to("c.toml"), os.mkfifo], ids=["link", "pipe"])
+def test_a_log_that_is_no_file_is_neither_written_nor_waited_for(launch, make, tmp_path):
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "restarts.log")
+    done, _ = launch("Hydra", "exit 9")
+    assert done.returncode == 9
+    assert "axonn-jax: restarts.log in run was not written: " in done.stderr
+    assert (tmp_path / "c.toml").read_text() == CONFIG
+
+
 def test_a_launcher_of_the_users_own_is_given_as_it_is(launch):
     _, asked = launch("Open MPI", "exit 3", "--mpirun", "mpirun --bind-to core")
     assert asked[0].startswith("--bind-to core -n 2 ")
