@@ -244,6 +244,18 @@ class Loader:
             self._fault = str(error)
         return self._fault
 
+    def first(self, most: int) -> list[NDArray[np.int32]]:
+        """Return the first batches, at most so many, of samples that are not shuffled, and stop reading.
+
+        Each sample counts once: behind the last of the split a batch is filled up.
+        """
+        from axonn_jax.tensor.loss import without_targets  # imports jax, which no other reader needs
+
+        batches = [next(self) for _ in range(min(most, -(-self.num_samples // self._global_batch)))]
+        self.close()
+        behind = [[at >= self.num_samples for at in self.samples(number)] for number in range(len(batches))]
+        return [without_targets(batch, np.array(rows, bool)) for batch, rows in zip(batches, behind, strict=True)]
+
     def close(self) -> None:
         """Stop reading ahead; the next batch starts reading again."""
         self._ahead, self._fault = deque(), ""

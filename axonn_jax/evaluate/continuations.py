@@ -30,10 +30,11 @@ def requests_of(
     Raises:
         UserError: a prompt leaves no room, or has a token that the model has not.
     """
-    asked, how = [], {"special": form.special, "vocab": shape.vocab}
+    asked = []
     for entry in entries:
         try:
-            ids = ids_within(tokenizer, form.text(entry["prompt"]), shape.seq_len, **how)
+            text = form.text(entry["prompt"])
+            ids = ids_within(tokenizer, text, shape.seq_len, special=form.special, vocab=shape.vocab)
         except UserError as error:
             accepted = f"{error.accepted} ({entry['name']}, {entry['parallelism_model']})"
             raise UserError("--suite", error.value, accepted) from None

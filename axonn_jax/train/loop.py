@@ -24,7 +24,6 @@ from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
-from axonn_jax.tensor.loss import without_targets
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
@@ -54,8 +53,7 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
-        valid = self._loader("valid", shuffle=False)
-        self.held_out = held_out(valid, config.train.eval_batches, config.train.global_batch)
+        self.held_out = self._loader("valid", shuffle=False).first(config.train.eval_batches)
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
@@ -111,6 +109,9 @@ class Run:
             self.say("compiling the step (the first time takes a while)")
             if self.start == 0 and self.config.checkpoint.weights:
                 self._evaluate(0)  # what training makes better
+            elif self.start:
+                self._make_up()
+            before: StepMetrics | None = None
             waiting: StepMetrics | None = None
             fault = self.train_data.ahead(min(2, steps - self.start))
             for step in range(self.start + 1, steps + 1):
@@ -124,13 +125,13 @@ class Run:
                 loss, ended = metrics["loss"], waiting is None
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
-                waiting = metrics
+                if before is not None and self._broken(before):  # of the same step on all processes
+                    return self._given_up(step - 1)
+                before = waiting = metrics
                 # A pipeline's step ends on the host, and an offloaded one before it returns: nothing to wait for.
                 if isinstance(loss, np.generic) or (ended and loss.is_ready()):
                     mark = self._report(step, waiting, mark)
                     waiting = None
-                if self.skipped_in_row >= MOST_SKIPPED:
-                    return self._given_up(step)
                 stopping = stop.requested(fault) and step < steps
                 evaluates = step == steps or (every > 0 and step % every == 0 and not stopping)
                 samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
@@ -157,6 +158,16 @@ class Run:
         )
         self._say_undone()
         return 1 if error else 0
+
+    def _make_up(self) -> None:
+        """Evaluate, and write samples, where the run was stopped before it did so in its last step."""
+        every, step, texts = self.config.train.eval_every, self.start, self.samples.log if self.samples else None
+        known = [bool(log and key in log.known) for log, key in ((self.log, "eval_loss"), (texts, "text"))]
+        evaluated, sampled = (word == "True" for word in self.sync.gather(f"{known[0]} {known[1]}")[0].split())
+        if every > 0 and step % every == 0 and not evaluated:
+            self._evaluate(step)
+        if self.samples and self.samples.due(step) and not sampled:
+            self.samples.write(step, self.trainer.model)
 
     def _say_undone(self) -> None:
         if line := self.pruning.undone():
@@ -206,14 +217,19 @@ class Run:
         )
         return 1
 
+    def _broken(self, metrics: StepMetrics) -> bool:
+        """Count a step; return True if the last `MOST_SKIPPED` steps were not finite."""
+        finite = math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
+        self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
+        return self.skipped_in_row >= MOST_SKIPPED
+
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
         """Wait for a step, the run's one sync a step, and record metrics; return the time of completion."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
         if not self.first:
             return now
+        finite = math.isfinite(loss) and math.isfinite(norm)
         step_s, skipped = now - mark, int(metrics["skipped"])
         if not finite:
             self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
@@ -239,8 +255,7 @@ class Run:
 
     def _tokens_at(self, step: int) -> int:
         """Return tokens trained on after a step, with other batch sizes before a resumption included."""
-        samples = self.first_position + (step - self.start) * self.config.train.global_batch
-        return samples * self.shape.seq_len
+        return (self.first_position + (step - self.start) * self.config.train.global_batch) * self.shape.seq_len
 
     def _usage(self, step_s: float) -> dict[str, float]:
         """Return percent of peak and device memory, where known."""
@@ -259,13 +274,12 @@ class Run:
     def _remember(self) -> None:
         """Print and write the memory report, once a step has run."""
         reports = self.engine.memory()
-        if self.first:
-            try:
-                replace_whole(self.directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
-            except OSError as error:
-                self.say(f"warning: memory.json could not be written: {error.strerror or error}")
-            for line in memory_lines(next(iter(reports.values()))):
-                self.say(line)
+        try:
+            replace_whole(self.directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
+        except OSError as error:
+            self.say(f"warning: memory.json could not be written: {error.strerror or error}")
+        for line in memory_lines(next(iter(reports.values()))):
+            self.say(line)
 
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)
@@ -284,17 +298,3 @@ class Run:
             verify=False,  # `train` has done it
             **options,
         )
-
-
-def held_out(loader: Loader, most: int, global_batch: int) -> list[np.ndarray]:
-    """The evaluation's batches, the first of the held-out split and at most so many.
-
-    Each sample is there once; behind the last of the split a batch is filled up. Samples are read once, and `loader`
-    closed.
-    """
-    batches = [next(loader) for _ in range(min(most, -(-loader.num_samples // global_batch)))]
-    loader.close()
-    for number, batch in enumerate(batches):
-        behind = np.array(loader.samples(number), dtype=int) >= loader.num_samples
-        batches[number] = without_targets(batch, behind)
-    return batches

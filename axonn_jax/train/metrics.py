@@ -57,7 +57,8 @@ class MetricsLog:
         warn: Callable[[str], None] = lambda text: None,
     ):
         self._events = _event_writer(directory / "tensorboard", resumed) if tensorboard else None
-        self.path = directory / name
+        self.path, self.known = directory / name, frozenset[str]()
+        """Path of the file, and the keys that are known of step `resumed`."""
         if os.path.lexists(self.path) and resumed:
             self._go_on_after(resumed, warn)
         elif os.path.lexists(self.path):
@@ -72,6 +73,7 @@ class MetricsLog:
         except (OSError, ValueError) as error:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
         rewritten = self.path.with_name(f".{self.path.name}.part")
+        self.known = frozenset(key for record in records if record["step"] == step for key in record)
         kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
         rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
         rewritten.write_text("".join(kept), encoding="utf-8")
@@ -132,7 +134,7 @@ class Samples:
             accepted = "a file that is the same for all processes"
             raise UserError("train.sample_prompts", config.train.sample_prompts, accepted)
         self._generator: Generator | None = None
-        self._log = MetricsLog(self._folder, SAMPLES, resumed=resumed, warn=say) if grid.rank == 0 else None
+        self.log = MetricsLog(self._folder, SAMPLES, resumed=resumed, warn=say) if grid.rank == 0 else None
 
     def due(self, step: int) -> bool:
         """Return True if samples are due behind a step."""
@@ -156,13 +158,13 @@ class Samples:
         for prompt, text in zip(self._prompts, texts, strict=True):
             begin, added = (json.dumps(part, ensure_ascii=False) for part in (prompt.line["prompt"][-_SHOWN:], text))
             self._say(f"step {step}: {begin} goes on {added}")
-            if self._log is not None:
-                self._log.write({**prompt.line, "step": step, "text": text})
+            if self.log is not None:
+                self.log.write({**prompt.line, "step": step, "text": text})
 
     def close(self) -> None:
         """Close the file, and say where lines could not be written."""
-        if self._log is not None:
-            close_log(self._log, self._say)
+        if self.log is not None:
+            close_log(self.log, self._say)
 
     def _updated(self, step: int, model: Transformer) -> Generator | None:
         """Return the generator with a step's weights; None where a process has no memory for it."""

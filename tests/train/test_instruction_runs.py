@@ -17,7 +17,6 @@ from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.grid import GridShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.train.loop import held_out
 from axonn_jax.train.metrics import read_metrics
 
 SEQ, BATCH, STEPS, RATE = 48, 8, 3, 0.1
@@ -45,7 +44,7 @@ def batches(root):
     counts = [[int((row >> 30 & 1 & (row >= 0)).sum()) for row in batch] for batch in train]
     assert all(len({sum(pair) for pair in zip(batch[::2], batch[1::2], strict=True)}) > 1 for batch in counts)
     valid = Loader(root / "rows", split="valid", seq_len=SEQ, global_batch=BATCH, shuffle=False)
-    return train, held_out(valid, 9, BATCH)
+    return train, valid.first(9)
 
 
 def padded(torch, batch):

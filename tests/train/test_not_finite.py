@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from launched import AXONN, CONFIG, command, errors, finished
+from launched import AXONN, CONFIG, UNDER_MPIRUN, command, errors, finished
 
 from axonn_jax.train.config_file import read
 from axonn_jax.train.loop import MOST_SKIPPED
@@ -11,6 +11,7 @@ from axonn_jax.train.metrics import read_metrics
 from axonn_jax.train.optimizer import learning_rate
 
 BROKEN = """
+import os
 import sys
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ step = SpmdEngine.step
 def broken(self, batch):
     number, name = self.steps_done + 1, "norm.scale"
     weights = self.train_state.model.weights
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":  # has each loss as soon as its step is dispatched
+        type(weights[name]).is_ready = lambda self: True
     good = jnp.copy(weights[name])
     if number in (3, 6):
         weights[name] = jax.device_put(good.at[0].set(jnp.inf), good.sharding)
@@ -35,14 +38,18 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoints(tmp_path, prepared):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=UNDER_MPIRUN)])
+def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoints(ranks, tmp_path, prepared):
     """Step 3 is bad and made good again; from step 6 on the weights stay broken."""
     config = tmp_path / "c.toml"
     config.write_text(CONFIG.format(data=prepared, layers=1) + "\n[checkpoint]\nevery = 2\nkeep = 2\n")
-    words = command(config, tmp_path / "run", train_steps=100, train_eval_every=0, log_every=50)
-    done = finished([sys.executable, "-c", BROKEN, *words[len(AXONN) + 1 :]])
+    options = {"train_steps": 100, "train_eval_every": 0, "log_every": 50, "grid_data": ranks}
+    words = command(config, tmp_path / "run", ranks, **options)
+    start = words.index(AXONN[0])
+    done = finished([*words[:start], sys.executable, "-c", BROKEN, *words[start + len(AXONN) + 1 :]])
     assert done.returncode == 1, done.stderr[-3000:]
     (line,) = errors(done.stderr)
+    assert "ended after step 25" in line
     assert f"of the last {MOST_SKIPPED} steps were not finite" in line
     assert "weights are not finite either" in line
     assert "checkpoint is of step 4" in line

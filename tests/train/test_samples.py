@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 from launched import CONFIG, UNDER_MPIRUN, command, curves, finished, flags
@@ -96,7 +97,37 @@ def test_a_run_without_memory_for_samples_goes_on_and_may_get_others(config, pro
     options = sampling(other, log_dir=run, train_steps=4, train_sample_every=1)
     assert main(["train", str(config), *flags(options)]) == 0
     assert "resumed at step 2" in capsys.readouterr().err
-    assert [(one["step"], one["prompt"], one["name"]) for one in samples(run)] == [(3, "x", "first"), (4, "x", "first")]
+    assert [(one["step"], one["prompt"], one["name"]) for one in samples(run)] == [
+        (at, "x", "first") for at in (2, 3, 4)
+    ]
+
+
+def test_a_run_stopped_when_evaluation_and_samples_are_due_makes_them_when_it_goes_on(
+    config, prompts, tmp_path, capsys, monkeypatch
+):
+    """So its lines are those of a run that was not stopped; one that goes on once more makes nothing twice."""
+
+    def records(run):
+        kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [{key: one[key] for key in ("step", "loss", "eval_loss") if key in one} for one in kept], samples(run)
+
+    def stops(self, fault):
+        self._number = signal.SIGTERM if next(steps) == 2 else 0
+        return self._number > 0
+
+    options = {"train_eval_every": 2, "train_steps": 4, "checkpoint_every": 3}
+    assert main(["train", str(config), *flags(sampling(prompts, log_dir=tmp_path / "whole", **options))]) == 0
+    for wanted in (143, 0):
+        words = ["train", str(config), *flags(sampling(prompts, log_dir=tmp_path / "parts", **options))]
+        with monkeypatch.context() as patched:
+            steps = iter(range(1, 9))
+            if wanted:
+                patched.setattr("axonn_jax.train.signals.StopSignals.requested", stops)
+            assert main(words) == wanted
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    more = flags(sampling(prompts, log_dir=tmp_path / "parts", **options | {"train_steps": 5}))
+    assert main(["train", str(config), *more]) == 0
+    assert [one["step"] for one in samples(tmp_path / "parts")] == 3 * [2] + 3 * [4]
 
 
 @pytest.mark.slow
