@@ -134,6 +134,11 @@ class Gossip:
             if rank != _NOBODY and (known is None or times > known.times):
                 self._accused[rank] = _Accused(times, now - silent, now)
 
+    def resumed(self, now: float) -> None:
+        """Wait for all neighbours anew: this process was stopped, and may not have been the only one."""
+        self._heard = {rank: (report, now) for rank, (report, _) in self._heard.items()}
+        self._accused.clear()
+
     def report(self, rank: int) -> tuple[Report, float] | None:
         """Return the last report of a neighbour and its time; None for other ranks."""
         return self._heard.get(rank)

@@ -27,6 +27,8 @@ PATIENCE_S, PATIENCE = 1200.0, 10
 One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
 """
 _BEAT_S = 0.5
+_PAUSE_S = 2.0
+"""Time between two beats from which this process was stopped, as by Ctrl-Z, `scontrol suspend` or `docker pause`."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that end a run or warn of the end: a script's handlers of these may save."""
 _TERMINATED = 128 + signal.SIGTERM
@@ -64,6 +66,8 @@ class Heartbeat:
         """Previous wake-up descriptor of signals; None where none was taken."""
         self._signalled = 0.0
         """Time of a signal still handled by the script, perhaps."""
+        self._resumed = 0.0
+        """Time at which this process last went on after it was stopped; its waiting counts from there."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
@@ -100,27 +104,32 @@ class Heartbeat:
     def _run(self) -> None:
         wake = select.poll()
         wake.register(self._wake_read, select.POLLIN)
+        before = time.monotonic()
         while not self._closed.is_set():
             ready = wake.poll(_BEAT_S * 1e3)
             if self._closed.is_set():
                 return
+            now = time.monotonic()
+            if now - before > _PAUSE_S:
+                self._resumed = now
+                self._gossip.resumed(now)
+            before = now
             signals = os.read(self._wake_read, 64) if ready else b""
             try:
                 self._beat()
                 self._take_in(signals)
-                self._check()
+                self._check(now)
             except Exception as error:  # a heartbeat that fails must not take a healthy run with it
                 _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
 
-    def _check(self) -> None:
-        """End a process that has waited too long: in a step since the last progress anywhere, else since its own
-        progress."""
-        now = time.monotonic()
+    def _check(self, now: float) -> None:
+        """End a process that has waited too long at the time of a beat: in a step since the last progress anywhere,
+        else since its own progress."""
         if self._patient():
-            quiet = now - max(self._status.since, self._signalled)
+            quiet = now - max(self._status.since, self._signalled, self._resumed)
             allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
         elif self._status.phase == "in a step":
-            quiet = now - max(self._status.since, self._gossip.moved)
+            quiet = now - max(self._status.since, self._gossip.moved, self._resumed)
             allowed, setting = self._timeout, "pipeline.stall_timeout"
         else:
             return

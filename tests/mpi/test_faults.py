@@ -112,6 +112,21 @@ class TestFaults:
         chance = random.Random()
         stop(launch, setup, chance.randrange(4), moment(chance), capsys)
 
+    def test_a_run_that_stood_still_as_a_whole_goes_on(self, launch):
+        """As by Ctrl-Z and fg, `scontrol suspend` or `docker pause`, for longer than silence and stall may last."""
+        with launch({"grid_pipe": 2}, pipeline_stall_timeout=3) as run:
+            run.wait_for("step 1/")
+            ranks = run.ranks().values()
+            for sent, wait in ((signal.SIGSTOP, 8), (signal.SIGCONT, 4)):
+                for pid in ranks:
+                    os.kill(pid, sent)
+                time.sleep(wait)
+            assert all(map(alive, ranks)), run.stderr[-4000:]
+            for pid in ranks:
+                os.kill(pid, signal.SIGTERM)
+            run.wait_until_gone(ENDED_S)
+            assert "ended by SIGTERM after step" in run.stderr
+
     @pytest.mark.slow
     @pytest.mark.parametrize("number", range(REPEATS // 2))
     def test_a_rank_killed_while_the_run_starts(self, number, launch, capsys):
