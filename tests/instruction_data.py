@@ -1,10 +1,13 @@
-"""Instruction data that tests share: a tokenizer with a chat template, and rows of uneven lengths."""
+"""Instruction data that tests share: a tokenizer with a chat template, rows of uneven lengths, packed documents."""
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from axonn_jax.data.loader import TokenSamples
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'odd' %}{{ raise_exception('no such role') }}"
@@ -15,6 +18,12 @@ CHATML = (
 WORDS = ("the", "grid", "of", "a", "mesh", "and", "its", "batch", "weight", "shard", "token", "int", "return")
 INTRO = "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
 INTRO += "response that appropriately completes the request.\n\n### Instruction:\n\n\n### Input:\n\n\n### Response:\n"
+TALK = [
+    {"role": "user", "content": "int  x"},
+    {"role": "assistant", "content": "  return  x;\n  é🙂 the grid"},
+    {"role": "user", "content": "and the mesh"},
+    {"role": "assistant", "content": "its token\n"},
+]
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
@@ -73,3 +82,23 @@ def rows(count: int, seed: int = 0) -> list[dict]:
 def write(path: Path, lines: list[dict]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def documents(words):
+    """Ids and marks of the documents of a row, by the bits of its words."""
+    starts = [at for at, word in enumerate(words) if word < 0] + [len(words)]
+    assert starts[0] == 0
+    return [
+        ([int(word) & 0xFFFFFF for word in words[a:b]], [bool(int(word) >> 30 & 1) for word in words[a:b]])
+        for a, b in pairwise(starts)
+    ]
+
+
+def all_documents(manifest, seq):
+    """Every document of both splits but padding, as its ids, and what counts in it."""
+    found = []
+    for split in ("train", "valid"):
+        samples = TokenSamples(manifest.path, split, seq, verify=True)
+        for row in range(len(samples)):
+            found += [(tuple(ids), tuple(marks)) for ids, marks in documents(samples[row]) if any(marks)]
+    return found

@@ -1,15 +1,21 @@
-"""Answers in the text of published chat templates: with tags as transformers marks them, and the same without."""
+"""Answers in the text of chat templates: of published ones as transformers marks them, and of templates in files."""
 
 import re
 import tomllib
 from pathlib import Path
 
+import instruction_data
 import pytest
+import transformers
+from instruction_data import TALK
+from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
 from axonn_jax.data.instructions.chat import ChatTemplate
-from axonn_jax.data.instructions.schemas import conversation_of
-from axonn_jax.data.instructions.templates import Jinja
+from axonn_jax.data.instructions.marks import marked
+from axonn_jax.data.instructions.schemas import Conversation, conversation_of
+from axonn_jax.data.instructions.templates import Jinja, template_of
+from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 
 FILE = Path(__file__).parents[1] / "fixtures" / "chat_templates.toml"
 TEXTS = tomllib.loads(FILE.read_text())
@@ -64,3 +70,110 @@ def test_answers_are_marked_as_by_tags(name):
             assert passage.text == text
             assert [text[a:b] for a, b in passage.marked] == [text[a:b] for a, b in want], (kind, source is bare)
             assert list(passage.marked) == want, (kind, source is bare)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return instruction_data.tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
+
+
+def test_a_chat_is_what_transformers_makes_of_it(folder):
+    """Ids and marks: the template says by its own tags which text is an answer."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    want = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    template = template_of("chat", folder)
+    assert template.special
+    (document,) = marked(tokenizer, [template.passages(Conversation(TALK), [1, 3])], [tokenizer.token_to_id("<s>")], 0)
+    assert document.ids.tolist() == want["input_ids"]  # with one <s>, though --bos asks for one and the template has it
+    assert document.counts.astype(int).tolist() == want["assistant_masks"]
+
+
+def test_a_file_is_a_template_and_need_not_open_answers(folder, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token if m.role == 'assistant' }}\n"
+        "{% endfor %}"
+    )
+    template = template_of(str(tmp_path / "own.jinja"), folder)
+    (passage,) = template.passages(Conversation(TALK), [1, 3])
+    answers = [passage.text[begin:end] for begin, end in passage.marked]
+    assert answers == [f"{TALK[at]['content'].strip()}<|endoftext|>\n" for at in (1, 3)]
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "s"}]  # as in "assistant", "</s>"
+    (passage,) = template.passages(Conversation(short), [1])
+    assert [passage.text[begin:end] for begin, end in passage.marked] == ["s<|endoftext|>\n"]
+
+
+FORMS = {  # as of models that many use: the text of a conversation with an answer between the marks
+    "llama 2": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        "<s>[INST] a [/INST] {s <|endoftext|>}<s>[INST] b [/INST] {t <|endoftext|>}",
+    ),
+    "llama 3": (
+        "{% set loop_messages = messages %}{% for m in loop_messages %}"
+        "{% set content = '<|h|>' + m['role'] + '<|e|>\n\n' + m['content'] | trim + '<|eot|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+        "{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|h|>assistant<|e|>\n\n' }}{% endif %}",
+        "<s><|h|>user<|e|>\n\na<|eot|><|h|>assistant<|e|>\n\n{s<|eot|>}<|h|>user<|e|>\n\nb<|eot|>"
+        "<|h|>assistant<|e|>\n\n{t<|eot|>}",
+    ),
+    "deepseek-coder": (
+        "{% set ns = namespace(found=false) %}{%- for m in messages %}"
+        "{%- if m['role'] == 'system' %}{%- set ns.found = true %}{%- endif %}{%- endfor %}"
+        "{{ bos_token }}{%- if not ns.found %}{{ 'You are an assistant.\n' }}{%- endif %}"
+        "{%- for m in messages %}{%- if m['role'] == 'user' %}{{ '### Instruction:\n' + m['content'] + '\n' }}"
+        "{%- else %}{{ '### Response:\n' + m['content'] + '\n<|EOT|>\n' }}{%- endif %}{%- endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}",
+        "<s>You are an assistant.\n### Instruction:\na\n### Response:{\ns\n<|EOT|>\n}### Instruction:\nb\n"
+        "### Response:{\nt\n<|EOT|>\n}",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_of_templates_in_use(tmp_path, form):
+    source, want = FORMS[form]
+    folder = instruction_data.tokenizer(tmp_path / "t", template=[{"name": "default", "template": source}])
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "asbt", strict=True)]
+    (passage,) = template_of("chat", folder).passages(Conversation(talk), [1, 3])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert passage.text == theirs.apply_chat_template(talk, tokenize=False) == want.replace("{", "").replace("}", "")
+    marks = {place for begin, end in passage.marked for place in range(begin, end)}
+    clean = [(letter, inside) for letter, inside in zip(want, inside_of(want), strict=True) if letter not in "{}"]
+    assert marks == {place for place, (_, inside) in enumerate(clean) if inside}
+
+
+def inside_of(text):
+    """Whether each character is between braces."""
+    return [text.count("{", 0, at + 1) > text.count("}", 0, at + 1) for at in range(len(text))]
+
+
+@pytest.mark.parametrize("template", ["alpaca", "own.jinja", "chat"])
+def test_a_model_is_asked_by_the_template_of_its_training(folder, tmp_path, template):
+    own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own + "{{ 'assistant: ' if add_generation_prompt }}")
+    source = instruction_data.write(
+        tmp_path / "data.jsonl", [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
+    )
+    name = str(tmp_path / template) if "." in template else template
+    prepare_instructions(source, tmp_path / "out", InstructionOptions(96, name), tokenizer=folder, holdout=0.3)
+    asked, form = ChatTemplate.of(tmp_path / "out", "--chat", True), template_of(name, folder)
+    for talk in (TALK, [{"role": "system", "content": "be short"}, *TALK]):
+        passages = form.passages(Conversation(talk), [len(talk) - 1])
+        end = "<|endoftext|>" if template == "alpaca" else ""
+        assert asked.text(talk, answers=False) == "".join(passage.text + end for passage in passages)
+        (begin, _), last = passages[-1].marked[0], passages[-1].text
+        assert asked.text(talk[:-1]) == "".join(passage.text + end for passage in passages[:-1]) + last[:begin]
+
+
+def test_conversations_whose_answers_do_not_show_are_counted(folder, tmp_path):
+    own = "{{ (messages | map(attribute='content') | join | length) if messages | length > 2 }}"
+    own += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own)
+    rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *TALK[1 : 2 + 2 * (n % 4 == 0)]]} for n in range(16)]
+    source = instruction_data.write(tmp_path / "data.jsonl", rows)
+    options = InstructionOptions(96, template=str(tmp_path / "own.jinja"))
+    manifest, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    assert manifest.skipped["unmarked"] == 4
+    assert "conversations whose answers the template's text does not show: 4 left out" in notes
