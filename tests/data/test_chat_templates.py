@@ -26,6 +26,11 @@ TALKS = {
     "null": [("user", "q"), ("assistant", None, CALL), ("tool", "3"), ("assistant", "three")],
     "two turns": [("user", "q1"), ("assistant", "a < b"), ("user", "q2"), ("assistant", "a1")],
     "system": [("system", "be short"), ("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")],
+    "long": [
+        ("user", "q"),
+        *[("assistant", "a"), ("user", ""), ("assistant", " b < c\n"), ("user", "q")] * 4,
+        ("assistant", "a"),
+    ],
     "reasoning": [
         ("user", "q1"),
         ("assistant", "<think>\nt1\n</think>\n\na1"),
@@ -70,6 +75,18 @@ def test_answers_are_marked_as_by_tags(name):
             assert passage.text == text
             assert [text[a:b] for a, b in passage.marked] == [text[a:b] for a, b in want], (kind, source is bare)
             assert list(passage.marked) == want, (kind, source is bare)
+
+
+@pytest.mark.parametrize("name", TEXTS["templates"])
+def test_renderings_of_a_conversation_do_not_grow_with_it(monkeypatch, name):
+    made, spans = [], ChatTemplate.spans
+    monkeypatch.setattr(ChatTemplate, "spans", lambda *given, **options: made.append(1) or spans(*given, **options))
+    form = Jinja(ChatTemplate(both(TEXTS["templates"][name])[1], TOKENS, "--template", name))
+    for turns in (4, 12):
+        talk = [{"role": role, "content": f"text {at}"} for at in range(turns) for role in ("user", "assistant")]
+        form.passages(Conversation(talk), range(2 * turns))
+        made.append(0)
+    assert made.index(0) * 2 == len(made) - 2 < 32
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ class Jinja:
         text, spans = self._template.spans(talk, tools)
         answers = [number for number, message in enumerate(talk) if message["role"] == "assistant"]
         if not self._template.tagged:
-            spans = [self._answer(text, conversation, number) for number in answers if number in marked]
+            spans = self._answers(text, conversation, [number for number in answers if number in marked])
         elif len(spans) == len(answers):
             spans = [span for number, span in zip(answers, spans, strict=True) if number in marked]
         elif {*marked} != {*answers}:
@@ -144,22 +144,66 @@ class Jinja:
             raise Unmarked("--template", text[-80:], accepted)
         return [Passage(text, spans, False)]
 
-    def _answer(self, text: str, conversation: Conversation, at: int) -> tuple[int, int]:
-        """Return the characters of the answer that message number `at` is.
+    def _answers(self, text: str, conversation: Conversation, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the characters of the answers that messages of these numbers are, in a few renderings.
+
+        Where the template writes the same around the contents of several answers, the first one shows it for all.
+        """
+        mark = next(place for place in _PLACES if place not in text + self.source + conversation.text)
+        contents, shown = self._contents(text, conversation, mark), dict[tuple[str, str], tuple[int, int]]()
+        spans = list[tuple[int, int]]()
+        for number in numbers:
+            first, behind, around = contents.get(number, (0, 0, None))
+            if around in shown:
+                before, after = shown[around]
+                spans.append((first - before, behind + after))
+                continue
+            spans.append(self._answer(text, conversation, number, mark))
+            before, after = first - spans[-1][0], spans[-1][1] - behind
+            if around and 0 <= before <= len(around[0]) and 0 <= after <= len(around[1]):
+                shown[around] = before, after
+        return spans
+
+    def _contents(
+        self, text: str, conversation: Conversation, mark: str
+    ) -> dict[int, tuple[int, int, tuple[str, str]]]:
+        """Return first character, end and neighbouring texts of contents, or none where those depend on a content."""
+        contents = {at: each["content"] for at, each in enumerate(conversation.messages) if each["content"] is not None}
+        signs = {at: {"content": f"{mark}{at}{mark}"} for at in contents}
+        talk = [message | signs.get(at, {}) for at, message in enumerate(conversation.messages)]
+        try:
+            parts = self._template.text(talk, conversation.tools, answers=False).split(mark)
+        except UserError:
+            return {}
+        if parts[1::2] != [*map(str, contents)] or not text.startswith(parts[0]):
+            return {}
+        places, at = dict[int, tuple[int, int, tuple[str, str]]](), len(parts[0])
+        for (number, content), before, after in zip(contents.items(), parts[::2], parts[2::2], strict=False):
+            forms = (content, content.strip(), content.lstrip(), content.rstrip())
+            form = next((form for form in forms if text.startswith(form + after, at)), None)
+            if form is None:
+                return {}
+            places[number] = at, at + len(form), (before, after)
+            at += len(form + after)
+        return places if at == len(text) else {}
+
+    def _answer(self, text: str, conversation: Conversation, at: int, mark: str) -> tuple[int, int]:
+        """Return the characters of the answer that message number `at` is; no text has the `mark`.
 
         They are what the message adds to the messages before it, if the text begins so. A template that rewrites
         earlier turns, or ends the text behind the last, shows them by its text for another content of the message.
         """
         talk, tools = conversation.messages, conversation.tools
         head = self._template.text(talk[:at], tools) if at else ""
-        closed = self._template.text(talk[: at + 1], tools, answers=False)
+        closed = text if at + 1 == len(talk) else self._template.text(talk[: at + 1], tools, answers=False)
         if text.startswith(closed) and closed.startswith(head):
             if at and head != self._template.text(talk[:at], tools, answers=False):
                 return len(head), len(closed)
-            place = self._parted(talk[: at + 1], tools, at)[0]
+            place = self._parted(talk[: at + 1], tools, at, mark)[0]
             if closed.startswith(place):
                 return max(len(place), len(head)), len(closed)
-        (before, behind), (begin, tail) = self._parted(talk, tools, at), self._parted(talk[: at + 1], tools, at)
+        before, behind = self._parted(talk, tools, at, mark)
+        begin, tail = self._parted(talk[: at + 1], tools, at, mark)
         if text.startswith(before) and text.endswith(behind) and len(before) + len(behind) <= len(text):
             return len(before), len(text) - len(behind) + len(_common(behind, tail))
         body = _common(text[len(before) :], closed[len(begin) :])
@@ -167,10 +211,8 @@ class Jinja:
             return len(before), len(before) + len(body)
         raise Unmarked("--template", text[-80:], "a template in whose text each answer can be found; or --loss all")
 
-    def _parted(self, talk: Sequence[Any], tools: Any, at: int) -> tuple[str, str]:
+    def _parted(self, talk: Sequence[Any], tools: Any, at: int, mark: str) -> tuple[str, str]:
         """Return the text before and behind the content of message number `at`."""
-        own = self._template.text(talk, tools, answers=False)
-        mark = next(place for place in _PLACES if place not in own)
         changed = [*talk[:at], talk[at] | {"content": mark}, *talk[at + 1 :]]
         before, place, behind = self._template.text(changed, tools, answers=False).rpartition(mark)
         if not place:
