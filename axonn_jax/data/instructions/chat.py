@@ -8,11 +8,10 @@ from typing import Any
 
 from axonn_jax.documents import read_bytes, read_json
 from axonn_jax.errors import UserError
-from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of
+from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, tokenizer_settings
 
 FILE = "chat_template.jinja"
 _MOST = 16 << 20
-_SPECIAL = "special_tokens_map.json"
 _ACCEPTED = "a model whose tokenizer has a chat template"
 
 
@@ -50,7 +49,7 @@ class ChatTemplate:
             source = named[names.index("default")] if "default" in names else None
         if not isinstance(source, str) or not source:
             raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has none")
-        return cls(source, special_tokens(directory, field, value), field, value)
+        return cls(source, special_tokens(directory, field), field, value)
 
     @property
     def tagged(self) -> bool:
@@ -105,19 +104,14 @@ class _Spans:
         self.marked.append((first, first + len(text)))
 
 
-def special_tokens(directory: Path, field: str, value: object) -> dict[str, str]:
+def special_tokens(directory: Path, field: str) -> dict[str, str]:
     """Return the texts of a tokenizer's special tokens by name; raise ``UserError`` for an unreadable file."""
-    texts = dict[str, str]()
-    for path in (directory / SETTINGS, directory / _SPECIAL):
-        try:
-            entries = _object(path) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
-        for name, entry in entries.items():
-            text = entry.get("content") if isinstance(entry, dict) else entry
-            if name.endswith("_token") and isinstance(text, str):
-                texts.setdefault(name, text)
-    return texts
+    settings = tokenizer_settings(directory, field)
+    extra = settings.get("extra_special_tokens")
+    named = {name: entry for name, entry in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _object(path: Path) -> dict[str, Any]:

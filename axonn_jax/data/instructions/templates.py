@@ -244,4 +244,4 @@ def template_of(name: str, tokenizer: Path) -> Template:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError("--template", name, f"a file in jinja that can be read; {why}") from None
-    return Jinja(ChatTemplate(source, special_tokens(folder, "--tokenizer", str(tokenizer)), "--template", name))
+    return Jinja(ChatTemplate(source, special_tokens(folder, "--tokenizer"), "--template", name))
