@@ -63,7 +63,8 @@ class Prepare:
 
     instructions: bool = False
     """Read conversations, an object a line: {"messages": [{"role", "content"}]}, {"conversations": [{"from",
-    "value"}]}, {"prompt", "completion"} or {"instruction", "input", "output"}. Needs --tokenizer and --seq-len."""
+    "value"}]}, {"prompt", "completion"} or {"instruction", "input", "output"}; or tokens: {"input_ids", "labels"}.
+    Needs --tokenizer and --seq-len."""
 
     template: Annotated[str | None, Arg(default="alpaca")] = None
     """Text of a conversation: alpaca (as HPC-Coder-V2), chat (the tokenizer's own template) or a FILE.jinja like it."""

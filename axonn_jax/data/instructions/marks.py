@@ -1,27 +1,95 @@
 """Tokens of documents with marks: the tokens of answers, exact by the characters that each token is of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from axonn_jax.data.instructions.mix import Mix, MixedRow
 from axonn_jax.data.instructions.pack import MarkedTokens
-from axonn_jax.data.instructions.templates import Passage
+from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, passage_of
+from axonn_jax.errors import UserError
+from axonn_jax.options import InstructionLoss
+
+_AT_ONCE = 512  # documents that the tokenizer encodes on all cores
 
 
-def marked(tokenizer: Any, documents: Sequence[list[Passage]], begin: Sequence[int], end: int) -> list[MarkedTokens]:
+def encoded(
+    mix: Mix,
+    rows: Iterator[tuple[str, MixedRow]],
+    template: Template,
+    loss: InstructionLoss,
+    tokenizer: Any,
+    begin: Sequence[int],
+    end: int,
+    unmarked: dict[str, UserError],
+) -> Iterator[tuple[str, MarkedTokens, MixedRow]]:
+    """Yield rows of a mix with their splits and tokens, which are marked where they count.
+
+    `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out. `marked` has
+    the other arguments.
+    """
+    given = _expressed(mix, rows, template, loss, tokenizer.id_to_token(end), unmarked)
+    while batch := list(islice(given, _AT_ONCE)):
+        documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
+        for (split, row, _), document in zip(batch, documents, strict=True):
+            if loss == "all":
+                document.counts[:] = ~document.counts
+            yield split, document, row
+
+
+def _expressed(
+    mix: Mix,
+    rows: Iterator[tuple[str, MixedRow]],
+    template: Template,
+    loss: InstructionLoss,
+    end: str,
+    unmarked: dict[str, UserError],
+) -> Iterator[tuple[str, MixedRow, list[Passage] | MarkedTokens]]:
+    """Yield rows with their splits and passages, or tokens: marked is what counts, or with `all` what does not."""
+    answers = loss == "response"
+    for split, row in rows:
+        conversation = row.conversation
+        numbers = conversation.trained if answers else conversation.untrained
+        if (ready := conversation.ready) is not None:
+            yield split, row, ready if answers else ready._replace(counts=np.zeros_like(ready.counts))
+            continue
+        if conversation.document is not None:
+            yield split, row, [passage_of(conversation.document, end, answers)]
+            continue
+        try:
+            yield (
+                split,
+                row,
+                template.passages(conversation, numbers),
+            )
+        except Unmarked as error:
+            unmarked[row.line] = error
+        except UserError as error:
+            mix.leave_out(row.line, UserError(row.field, row.line, error.accepted))
+
+
+def marked(
+    tokenizer: Any, documents: Sequence[list[Passage] | MarkedTokens], begin: Sequence[int], end: int
+) -> list[MarkedTokens]:
     """Return the tokens of documents; a token counts if one of its characters is an answer's.
 
     Args:
         tokenizer: Of the library `tokenizers`; adds no token of its own.
-        documents: The passages of each.
-        begin: Token ids before a document that does not begin with them.
+        documents: The passages of each, or its tokens.
+        begin: Token ids before a document of passages that does not begin with them.
         end: The token id behind a passage that is `ended`.
     """
-    texts = [passage.text for document in documents for passage in document]
+    texts = [passage.text for document in documents if isinstance(document, list) for passage in document]
     encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-    return [_document([(passage, next(encodings)) for passage in document], begin, end) for document in documents]
+    return [
+        _document([(passage, next(encodings)) for passage in document], begin, end)
+        if isinstance(document, list)
+        else document._replace(size=len(tokenizer.decode(document.ids.tolist(), skip_special_tokens=False).encode()))
+        for document in documents
+    ]
 
 
 def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end: int) -> MarkedTokens:

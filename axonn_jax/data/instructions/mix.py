@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Mix:
         mix: More files with weights, each as FILE:WEIGHT.
         seed: Seed of the rows that a share takes.
         takes: Function of a message's key that is true if the template reads it.
+        known: Ids of the tokenizer.
         skip_bad: True if rows of no use are left out and kept in `bad`; else the first raises its ``UserError``.
         valid: File of the held-out rows; None: those of the other files that a choice holds out.
     """
@@ -44,7 +45,8 @@ class Mix:
         source: Path,
         mix: Sequence[str],
         seed: int,
-        takes: Callable[[str], bool] = lambda key: False,
+        takes: Callable[[str], bool],
+        known: Set[int],
         *,
         skip_bad: bool = False,
         valid: Path | None = None,
@@ -54,7 +56,7 @@ class Mix:
             raise UserError("--valid", str(valid), "a file of conversations")
         self._valid = valid
         self.unused, self.bad = Counter[str](), dict[str, UserError]()
-        self._takes, self._skip_bad = takes, skip_bad
+        self._takes, self._known, self._skip_bad = takes, known, skip_bad
         self._seed = f"{seed} mix\0".encode()
 
     def rows(self, turn: int = 0) -> Iterator[MixedRow]:
@@ -63,12 +65,16 @@ class Mix:
             if weight > turn:
                 yield from self._rows_of(path, field, weight)
 
+    def leave_out(self, line: str, error: UserError) -> None:
+        """Keep the reason why a row is of no use; raise it unless such rows are left out."""
+        if not self._skip_bad:
+            raise error
+        self.bad[line] = error
+
     def _rows_of(self, path: Path, field: str, weight: float = 1.0) -> Iterator[MixedRow]:
-        for number, conversation in conversations(path, field, self.unused, self._takes):
+        for number, conversation in conversations(path, field, self.unused, self._takes, self._known):
             if isinstance(conversation, UserError):
-                if not self._skip_bad:
-                    raise conversation
-                self.bad[file_line(path, number)] = conversation
+                self.leave_out(file_line(path, number), conversation)
             else:
                 document = Document.of(conversation.text)
                 yield MixedRow(field, file_line(path, number), weight, conversation, document)

@@ -2,10 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from axonn_jax.data.instructions.pack import MarkedTokens
 from axonn_jax.data.prompts import file_line
 from axonn_jax.data.read import UNREADABLE, is_table, open_binary, rows_of
 from axonn_jax.documents import parse_json
@@ -16,9 +19,12 @@ Messages = list[dict[str, Any]]
 
 _QUESTIONS = ("instruction", "question", "problem")
 _ANSWERS = ("output", "response", "answer", "solution")
+_TOKENS = ("input_ids", "labels", "attention_mask")
+_LEFT_OUT = -100  # transformers' label of a token that is no target
 _LISTS = ("messages", "conversations")
-_SCHEMAS = '{"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or {"instruction", "output"}'
-_KEYS = (*_LISTS, "prompt", "completion", *_QUESTIONS, "input", *_ANSWERS)
+_SCHEMAS = '{"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"}, {"instruction", "output"} or '
+_SCHEMAS += '{"input_ids"}'
+_KEYS = (*_LISTS, "prompt", "completion", *_QUESTIONS, "input", *_ANSWERS, *_TOKENS[:1])
 _MARKS = ("weight", "train", "loss_mask")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool"}
 """Roles of ShareGPT's rows by other names."""
@@ -36,6 +42,8 @@ class Conversation(NamedTuple):
     """Instruction and input of the first message, whose content is both."""
     document: str | None = None
     """A text of no messages, to be trained on as it is."""
+    ready: MarkedTokens | None = None
+    """Tokens of no messages, to be trained on as they are."""
 
     @property
     def trained(self) -> list[int]:
@@ -48,6 +56,8 @@ class Conversation(NamedTuple):
         """All of it in JSON, equal for equal conversations."""
         if self.document is not None:
             return json.dumps(self.document, ensure_ascii=False)
+        if self.ready is not None:
+            return json.dumps([self.ready.ids.tolist(), self.ready.counts.tolist()])
         first = dict(zip(("instruction", "input"), self.asked or (), strict=False))
         parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
         parts += [{"tools": self.tools}] * (self.tools is not None)
@@ -56,13 +66,13 @@ class Conversation(NamedTuple):
 
 
 def conversations(
-    path: Path, field: str, unused: Counter[str], takes: Callable[[str], bool]
+    path: Path, field: str, unused: Counter[str], takes: Callable[[str], bool], known: Set[int]
 ) -> Iterator[tuple[int, Conversation | UserError]]:
     """Yield the line's number and the conversation of every row of a file, compressed or not.
 
     Of a row of no use the error that names it. `unused` counts the keys of rows that are not read, and those of
-    messages that the template does not take. Raises ``UserError``, which calls the file `field`, for one that cannot be
-    read.
+    messages that the template does not take; `known` has the tokenizer's ids. Raises ``UserError``, which calls the
+    file `field`, for one that cannot be read.
     """
     if not path.is_file():  # a pipe would block, and the file is read more than once
         raise UserError(field, str(path), "a file with an object in JSON on each line, or Parquet")
@@ -70,7 +80,7 @@ def conversations(
         for number, given in enumerate(rows_of(path), 1) if is_table(path) else _lines(path):
             try:
                 row = _without_nulls(given) if isinstance(given, dict) else _row(given, number)
-                conversation, used = conversation_of(row)
+                conversation, used = conversation_of(row, known)
                 _check(conversation)
             except UserError as error:
                 yield number, UserError(field, file_line(path, number), error.accepted)
@@ -103,11 +113,12 @@ def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
         return {key: inner for key, inner in value.items() if inner is not None or key == "content"}
 
     filled = {key: value for key, value in row.items() if value is not None}
-    return {key: [*map(entry, value)] if isinstance(value, list) else value for key, value in filled.items()}
+    lists = {key for key, value in filled.items() if isinstance(value, list) and isinstance((value or [0])[0], dict)}
+    return {key: [*map(entry, value)] if key in lists else value for key, value in filled.items()}
 
 
 def _row(line: bytes, number: int) -> dict[str, Any]:
-    """Return the object of a line, all of whose texts UTF-8 can express."""
+    """Return the object of a line without nulls, all of whose texts UTF-8 can express."""
     try:
         row = parse_json(line)
         if not isinstance(row, dict):
@@ -120,15 +131,18 @@ def _row(line: bytes, number: int) -> dict[str, Any]:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
         raise UserError("row", row, "text that UTF-8 can express") from None
-    return row
+    return {key: value for key, value in row.items() if value is not None}
 
 
-def conversation_of(row: Mapping[str, Any]) -> tuple[Conversation, set[str]]:
+def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tuple[Conversation, set[str]]:
     """Return the conversation of a row in one of the schemas, and the keys that it is in.
 
     Of an instruction with an input, the user's content is both. Of a prompt and a completion that are lists of
-    messages, those of the completion are trained. Raises ``UserError`` for a row in none of the schemas.
+    messages, those of the completion are trained. Of a row with token ids these are all that is read, and `known` has
+    those that it may have. Raises ``UserError`` for a row in none of the schemas.
     """
+    if _TOKENS[0] in row:
+        return Conversation([], ready=_ready(row, known)), {*_TOKENS} & row.keys()
     tools = _tools(row.get("tools"))
     given = {"tools"} & row.keys()
     if listed := next((key for key in _LISTS if key in row), None):
@@ -162,6 +176,40 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Conversation, set[str]]:
             content = "\n\n".join(asked)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": _text(row, answer)}]
     return Conversation(messages, tools, asked=asked), (used & row.keys()) | given
+
+
+def _ready(row: Mapping[str, Any], known: Set[int]) -> MarkedTokens:
+    """Return the tokens of a row without its padding; those count whose labels are not -100, or all without labels.
+
+    As in transformers a label is of the token at its own place. Raises ``UserError`` for other labels, for ids that are
+    not `known`, and for lists of several lengths.
+    """
+    lists = {key: row[key] for key in _TOKENS if key in row}
+    for key, numbers in lists.items():
+        if not isinstance(numbers, list):
+            raise UserError("row", numbers, f"a list of whole numbers in {key!r}; this is {type(numbers).__name__}")
+        if not {*map(type, numbers)} <= {int}:
+            wrong = next(number for number in numbers if type(number) is not int)
+            raise UserError("row", numbers, f"whole numbers in {key!r}; this one has {repr(wrong)[:40]}")
+        if len(numbers) != len(row["input_ids"]):
+            raise UserError("row", numbers, f"{len(row['input_ids'])} {key}, as input_ids; these are {len(numbers)}")
+    ids, mask = row["input_ids"], lists.get("attention_mask", [1] * len(row["input_ids"]))
+    labels = lists.get("labels", ids)
+    first, behind = (mask.index(1), len(mask) - mask[::-1].index(1)) if 1 in mask else (0, 0)
+    if not {*mask} <= {0, 1} or 0 in mask[first:behind]:
+        raise UserError("row", mask, "an attention_mask of ones, with zeros before and behind the text alone")
+    ids, labels = ids[first:behind], labels[first:behind]
+    if not ids:
+        raise UserError("row", ids, "at least one token in 'input_ids'")
+    if unknown := {*ids} - known:
+        accepted = f"input_ids of the tokenizer, whose largest is {max(known)}; {str(min(unknown))[:40]} is none"
+        raise UserError("row", ids, accepted)
+    tokens, targets = np.asarray(ids, np.uint32), np.asarray(labels)
+    counts = targets != _LEFT_OUT
+    for at in np.flatnonzero(counts & (targets != tokens)):
+        accepted = f"labels that are {_LEFT_OUT} or the token at their place; {str(labels[at])[:40]} is at {ids[at]}"
+        raise UserError("row", labels, accepted)
+    return MarkedTokens(tokens, counts, 0)
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
@@ -220,6 +268,8 @@ def _joined(parts: list[Any]) -> str:
 
 def _check(conversation: Conversation) -> None:
     """Raise ``UserError`` for a conversation without an answer."""
+    if conversation.ready is not None:
+        return
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     if conversation.document is not None:
         answers = [{"content": conversation.document}]

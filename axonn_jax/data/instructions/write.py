@@ -15,10 +15,11 @@ import numpy as np
 from axonn_jax.data import tokenize
 from axonn_jax.data.holdout import Holdout
 from axonn_jax.data.instructions.chat import FILE
-from axonn_jax.data.instructions.marks import marked
-from axonn_jax.data.instructions.mix import Mix, MixedRow
+from axonn_jax.data.instructions.marks import encoded
+from axonn_jax.data.instructions.mix import Mix
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
-from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, passage_of, template_of
+from axonn_jax.data.instructions.schemas import Conversation
+from axonn_jax.data.instructions.templates import template_of
 from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
 from axonn_jax.data.output import appearing
 from axonn_jax.data.prepare import (
@@ -37,7 +38,8 @@ from axonn_jax.options import InstructionLoss, TooLong
 
 _WORD = np.dtype("uint32")
 _SHOWN = 5
-_AT_ONCE = 512  # documents that the tokenizer encodes on all cores
+_KINDS = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
+"""Words for documents that are left out or cut."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,16 @@ def prepare_instructions(
     if options.bos and not begin:
         raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
     check_numbers(holdout, seed, shard_tokens)
-    mix = Mix(source, options.mix, seed, template.takes, skip_bad=options.skip_bad, valid=options.valid)
+    known = {*encoder.get_vocab(with_added_tokens=True).values()}
+    mix = Mix(source, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
     encoder.encode_special_tokens = not template.special
-    vocab, width, out = max(encoder.get_vocab(with_added_tokens=True).values()) + 1, options.seq_len + 1, out.resolve()
+    vocab, width, out = max(known) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
         held, size = Holdout(holdout, seed), 0
-        for row in mix.rows():
-            held.see(row.document)
-            size += round(row.document.characters * row.weight)
+        for read in mix.rows():
+            held.see(read.document)
+            size += round(read.document.characters * read.weight)
             report("reading", size, 0)
         if held.alike and not options.valid:
             raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
@@ -106,18 +109,19 @@ def prepare_instructions(
             rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in made.items()}
             done = 0
             unmarked = dict[str, UserError]()
-            given = _expressed(mix, mix.divided(held), template, options, unmarked, encoder.id_to_token(end))
-            for split, document, characters in _encoded(encoder, begin, end, given, options):
-                rows[split].add(document)
-                done += characters
+            given = mix.divided(held), template, options.loss, encoder, begin, end
+            for split, document, row in encoded(mix, *given, unmarked):
+                rows[split].add(document, row.conversation)
+                done += row.document.characters
                 report("encoding", done, size)
             splits = {name: of_split.close() for name, of_split in rows.items()}
         left = rows["train"].left + rows["valid"].left + Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
         if unmarked and not any(split.tokens for split in splits.values()):
             line, error = next(iter(unmarked.items()))
             raise UserError("--template", options.template, f"{error.accepted}; at {line}")
-        _check_filled(splits, rows, options, holdout)
-        if options.template != "chat":  # a run asks as it was trained
+        _check_filled(splits, rows, options, holdout, source)
+        used = options.template.endswith(".jinja") or any(of_split.templated for of_split in rows.values())
+        if used and options.template != "chat":  # a run asks as it was trained
             files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
         for name, raw in files.items():
             put(partial / name, raw)
@@ -148,11 +152,12 @@ def prepare_instructions(
         )
         put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     lines = [
-        *_notes(manifest, unused),
+        *_left_out(manifest, unused),
         *_refused("rows of no use", mix.bad),
         *_refused("conversations whose answers the template's text does not show", unmarked),
+        *_ends(encoder, tokenizer, rows),
     ]
-    return manifest, [*lines, *_ends(encoder, tokenizer, rows)]
+    return manifest, lines
 
 
 class _Rows:
@@ -165,14 +170,17 @@ class _Rows:
         self.shortest: int | None = None
         """Tokens of the shortest document."""
         self.first: int | None = None
-        """First token of the first document."""
+        """First token of the first document that did not come as tokens."""
+        self.templated = False
+        """True if a document is a conversation by the template."""
         self._packer = Packer(self._width)
         self._size = self._padding = self._counted = 0
 
-    def add(self, document: MarkedTokens) -> None:
+    def add(self, document: MarkedTokens, conversation: Conversation) -> None:
         """Take a document, or count it as one of no use."""
         length = len(document.ids)
-        self.first = int(document.ids[0]) if self.first is None else self.first
+        self.first = int(document.ids[0]) if self.first is None and not conversation.ready else self.first
+        self.templated |= len(conversation.messages) > 0
         self.shortest = length if self.shortest is None else min(self.shortest, length)
         if length > self._width:
             if self._options.too_long == "drop":
@@ -207,74 +215,32 @@ class _Rows:
         self._size += sum(document.size for document in row)
 
 
-def _expressed(
-    mix: Mix,
-    rows: Iterator[tuple[str, MixedRow]],
-    template: Template,
-    options: InstructionOptions,
-    unmarked: dict[str, UserError],
-    end: str,
-) -> Iterator[tuple[str, MixedRow, list[Passage]]]:
-    """Yield rows with their splits and passages, whose marks are on answers that count, or with `all` on those that do
-    not.
-
-    `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out.
-    """
-    for split, row in rows:
-        conversation, answers = row.conversation, options.loss == "response"
-        marked = conversation.trained if answers else conversation.untrained
-        if conversation.document is not None:
-            yield split, row, [passage_of(conversation.document, end, answers)]
-            continue
-        try:
-            yield split, row, template.passages(conversation, marked)
-        except Unmarked as error:
-            unmarked[row.line] = error
-        except UserError as error:
-            refused = UserError(row.field, row.line, error.accepted)
-            if not options.skip_bad:
-                raise refused from None
-            mix.bad[row.line] = refused
-
-
-def _encoded(
-    tokenizer: Any,
-    begin: Sequence[int],
-    end: int,
-    rows: Iterator[tuple[str, MixedRow, list[Passage]]],
-    options: InstructionOptions,
-) -> Iterator[tuple[str, MarkedTokens, int]]:
-    """Yield documents with their splits and the characters of their rows."""
-    while batch := list(islice(rows, _AT_ONCE)):
-        documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
-        for (split, row, _), document in zip(batch, documents, strict=True):
-            if options.loss == "all":
-                document.counts[:] = ~document.counts
-            yield split, document, row.document.characters
-
-
-def _check_filled(splits: dict[str, Split], rows: dict[str, _Rows], options: InstructionOptions, share: float) -> None:
+def _check_filled(
+    splits: dict[str, Split], rows: dict[str, _Rows], options: InstructionOptions, share: float, source: Path
+) -> None:
     """Raise ``UserError`` where a split has no rows."""
     empty = [name for name in SPLITS if not splits[name].tokens]
-    shortest = min(of_split.shortest or 0 for of_split in rows.values())
+    shortest = min((of_split.shortest for of_split in rows.values() if of_split.shortest), default=0)
     if len(empty) == 2 and shortest > options.seq_len + 1:
         hint = "or --too-long cut" if options.too_long == "drop" else "cut to a row, none has a target"
         accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; {hint}"
         raise UserError("--seq-len", options.seq_len, accepted)
     if empty:
-        left = ", ".join(f"{count:,} {kind}" for kind, count in rows[empty[0]].left.items() if kind != "cut")
+        kinds = sum((rows[name].left for name in empty), Counter[str]()).items()
+        left = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in kinds if kind != "cut")
+        if len(empty) == 2:
+            raise UserError("SOURCE", str(source), f"a document with a target that counts; all are left out ({left})")
         accepted = f"a split with a document in each part; of {empty[0]} all are left out ({left}); see --seq-len"
         raise UserError("--holdout", share, accepted)
 
 
-def _notes(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
+def _left_out(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
     """Yield lines on keys that were not read, and on conversations that were left out or cut."""
     if unused:
         yield f"keys not read: {first_of([f'{key} ({count:,} rows)' for key, count in sorted(unused.items())])}"
-    names = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
     for kind, count in manifest.skipped.items():
-        if count and kind in names:
-            yield f"{names[kind]}: {count:,} conversations"
+        if count and kind in _KINDS:
+            yield f"{_KINDS[kind]}: {count:,} conversations"
 
 
 def _refused(name: str, lines: Mapping[str, UserError]) -> Iterator[str]:
