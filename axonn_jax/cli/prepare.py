@@ -89,7 +89,7 @@ class Prepare:
 
     holdout: float = 0.05
     """The share of the documents to hold out for evaluation, chosen by a hash of text and seed; at least one document.
-    Of a document with a large share of all text the last part is held out."""
+    Of a document with a large share of all text the last part is held out. 0: none is, and runs do not evaluate."""
 
     seed: int = 0
     """Seed of the choice of held-out documents."""
@@ -218,22 +218,25 @@ def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
     for name, split in manifest.splits.items():
         summary["splits"][name] |= {"documents": split.documents, "shards": len(split.shards)}
         summary["splits"][name] |= {"fill": split.fill} if manifest.packed else {}
+    summary["unigram_entropy"] = manifest.unigram_entropy if manifest.splits["valid"].tokens else None
     return {"path": str(manifest.path), "seconds": round(seconds, 3), **summary}
 
 
 def _lines(manifest: "Manifest", seconds: float) -> str:
+    splits = {name: split for name, split in manifest.splits.items() if split.tokens}
     rows = [
         f"{name}: {split.tokens:,} tokens from {split.documents:,} documents, {split.bytes:,} bytes "
         f"({split.bytes / split.tokens:.2f} a token), shards: {len(split.shards)}"
-        for name, split in manifest.splits.items()
+        for name, split in splits.items()
     ]
     if manifest.packed:
         rows = [
             f"{name}: {split.tokens // manifest.row:,} rows of {manifest.row - 1:,} tokens from {split.documents:,} "
             f"conversations, {split.fill:.1%} filled, {split.counted:,} targets, shards: {len(split.shards)}"
-            for name, split in manifest.splits.items()
+            for name, split in splits.items()
         ]
-    rows.append(f"unigram entropy of the held-out split: {manifest.unigram_entropy:.4f} nats a token")
+    entropy = f"unigram entropy of the held-out split: {manifest.unigram_entropy:.4f} nats a token"
+    rows.append(entropy if "valid" in splits else "nothing is held out: runs do not evaluate")
     rows.append(printable(f"{manifest.path} written in {seconds:.1f} s"))
     return "\n".join(rows)
 

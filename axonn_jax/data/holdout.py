@@ -15,7 +15,7 @@ class Holdout:
 
     A document's split depends on no other document's, on no file and on no order, and copies of a text are in one
     split. Both splits get at least one document: the one whose hash is nearest. Of a document with at least half of all
-    text, or four times the share, the last part is held out in place of the whole.
+    text, or four times the share, the last part is held out in place of the whole. Of a share of 0 nothing is held out.
     """
 
     def __init__(self, share: float, seed: int):
@@ -36,6 +36,9 @@ class Holdout:
         Raises:
             UserError: all documents are the same, or there is one character.
         """
+        if not self._share:
+            yield from (("train", document) for document in source.documents())
+            return
         long, bound = min(4 * self._share, 0.5) * self._characters, int(self._share * 2**64)
         if self._longest < long:
             if self.alike:
@@ -51,8 +54,8 @@ class Holdout:
 
     @property
     def alike(self) -> bool:
-        """True if all documents seen are the same, so that none can be held out."""
-        return self._least >= self._most
+        """True if all documents seen are the same, so that none can be held out; of a share of 0, if there is none."""
+        return self._least >= self._most if self._share else self._most < 0
 
     def split_of(self, document: Document) -> str:
         """Return the split of a document that is never divided, of documents that differ."""
@@ -61,7 +64,7 @@ class Holdout:
     @property
     def _bound(self) -> int:
         """Least hash that is not held out, with whole documents in both splits."""
-        return min(max(int(self._share * 2**64), self._least + 1), self._most)
+        return min(max(int(self._share * 2**64), self._least + 1), self._most) if self._share else 0
 
     def _place(self, document: Document) -> int:
         return int.from_bytes(hashlib.sha256(self._seed + document.digest).digest()[:8], "big")

@@ -145,9 +145,8 @@ class Manifest:
     def load(cls, path: str | Path) -> "Manifest":
         """Read the manifest of a prepared directory and check every shard's size.
 
-        Nothing outside of the directory is read, whatever the manifest says.
-
-        Raises ``UserError`` where directory, manifest, tokenizer or a shard is missing, damaged or of another size.
+        Nothing outside of the directory is read. Raises ``UserError`` where directory, manifest, tokenizer or a shard is
+        missing, damaged or of another size.
         """
         path = Path(path)
         try:
@@ -243,13 +242,15 @@ class Manifest:
             except ValueError as error:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 
-    def check_seq_len(self, seq_len: int, splits: Iterable[str] = SPLITS) -> None:
+    def check_seq_len(self, seq_len: int, splits: Iterable[str]) -> None:
         """Raise ``UserError`` where a split has no sequence with the token behind it, or rows of another length."""
         if self.packed and seq_len != self.row - 1:
             accepted = f"{self.row - 1}, the length of the rows in {str(self.path)!r} (`prepare --seq-len`)"
             raise UserError("model.seq_len", seq_len, accepted)
         for name in splits:
-            if (tokens := self.splits[name].tokens) < seq_len + 1:
+            if not (tokens := self.splits[name].tokens):
+                raise _bad(self.path, f"data with a {name} split that is not empty; see `prepare --holdout`")
+            if tokens < seq_len + 1:
                 has = f"the {name} split of {str(self.path)!r} has {tokens} tokens; or prepare more text"
                 raise UserError("model.seq_len", seq_len, f"at most {max(tokens - 1, 0)}: {has}")
 
@@ -260,8 +261,7 @@ class Manifest:
 
             ids = token_ids(ids)
         if len(ids) and (largest := int(ids.max())) >= self.used:
-            over = f"token {largest}, beyond the largest, {self.used - 1}"
-            raise _bad(self.path, f"shard {shard.name} has {over}; {AGAIN}")
+            raise _bad(self.path, f"shard {shard.name} has token {largest}, above {self.used - 1}; {AGAIN}")
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
         try:

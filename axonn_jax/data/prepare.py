@@ -136,8 +136,8 @@ def prepare(
 
 def check_numbers(holdout: float, seed: int, shard_tokens: int) -> None:
     """Raise ``UserError`` for a number out of range."""
-    if not 0 < holdout < 1:
-        raise UserError("--holdout", holdout, "a share of the documents above 0 and below 1")
+    if not 0 <= holdout < 1:
+        raise UserError("--holdout", holdout, "a share of the documents below 1; 0 holds nothing out")
     if seed < 0:
         raise UserError("--seed", seed, "a whole number from 0")
     if shard_tokens < 1:

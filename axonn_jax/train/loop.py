@@ -53,7 +53,8 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
-        self.held_out = self._loader("valid", shuffle=False).first(config.train.eval_batches)
+        valid = self._loader("valid", shuffle=False) if data.splits["valid"].tokens else None
+        self.held_out = valid.first(config.train.eval_batches) if valid else []
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
@@ -89,8 +90,7 @@ class Run:
 
     def go(self, stop: StopSignals) -> int:
         """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
-        steps, every = self.config.train.steps, self.config.train.eval_every
-        save_every = self.config.checkpoint.every
+        steps, every, save_every = self.config.train.steps, self.config.train.eval_every, self.config.checkpoint.every
         if self.start >= steps:
             self.say(
                 f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
@@ -107,7 +107,7 @@ class Run:
             for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
-            if self.start == 0 and self.config.checkpoint.weights:
+            if self.start == 0 and self.config.checkpoint.weights and self.held_out:
                 self._evaluate(0)  # what training makes better
             elif self.start:
                 self._make_up()
@@ -133,7 +133,7 @@ class Run:
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 stopping = stop.requested(fault) and step < steps
-                evaluates = step == steps or (every > 0 and step % every == 0 and not stopping)
+                evaluates = self.held_out and (step == steps or (every > 0 and step % every == 0 and not stopping))
                 samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
                 saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
                 if waiting is not None and (evaluates or saves or samples):  # a checkpoint's steps all have their lines
@@ -180,7 +180,7 @@ class Run:
             pictures = self.engine.write_timeline(self.directory)
             if self.log is not None:
                 self._close_log()
-                drawn = [plot_loss(self.directory, self.data.unigram_entropy), *pictures]
+                drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.held_out else None), *pictures]
         except (OSError, ValueError) as error:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []

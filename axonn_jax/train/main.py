@@ -112,6 +112,7 @@ def _epochs(data: Manifest, seq_len: int, train: TrainConfig) -> list[str]:
     if data.packed:
         counted = (split.counted or 0) / max(split.tokens, 1)
         lines.append(f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets")
+    lines += [] if data.splits["valid"].tokens else ["nothing of the data is held out: the run does not evaluate"]
     return lines
 
 

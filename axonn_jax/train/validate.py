@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
-from axonn_jax.data.manifest import TOKENIZER, Manifest
+from axonn_jax.data.manifest import SPLITS, TOKENIZER, Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import BlockComm
@@ -65,7 +65,10 @@ def check(config: Config) -> Config:
 
         check_shape(shape, weights, "checkpoint.weights")
         Pretrained(weights, "checkpoint.weights")
-    manifest.check_seq_len(shape.seq_len)
+    if config.train.eval_every and not manifest.splits["valid"].tokens:
+        accepted = f"0, or data with a valid split; that of {config.data.path!r} is empty (`prepare --holdout 0`)"
+        raise UserError("train.eval_every", config.train.eval_every, accepted)
+    manifest.check_seq_len(shape.seq_len, [name for name in SPLITS if name == "train" or manifest.splits[name].tokens])
     config = replace(config, train=_with_steps(config.train, manifest.rows("train", shape.seq_len)))
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)

@@ -237,7 +237,7 @@ def test_a_token_beyond_the_vocabulary_is_found_when_data_is_opened_or_else_when
     digest = hashlib.sha256(shard.read_bytes()).hexdigest()
     damage_json(lambda raw: raw["splits"]["train"]["shards"][1].update(sha256=digest))(copy)
     options = {"seq_len": SEQ, "global_batch": 4, "prefetch": prefetch, "verify": verify, "shuffle": False}
-    with pytest.raises(UserError, match=r"train-00001\.bin has token 280, beyond the largest, 279"):
+    with pytest.raises(UserError, match=r"train-00001\.bin has token 280, above 279"):
         take(Loader(copy, **options), 2)
     take(Loader(copy, **options | {"verify": False}), 0)
 

@@ -37,7 +37,7 @@ class Mix:
         takes: Function of a message's key that is true if the template reads it.
         known: Ids of the tokenizer.
         skip_bad: True if rows of no use are left out and kept in `bad`; else the first raises its ``UserError``.
-        valid: File of the held-out rows; None: those of the other files that a choice holds out.
+        valid: File of held-out rows, beside those of the other files that a choice holds out.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Mix:
     def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
         """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
 
-        Of a file of held-out rows those are all that is held out. The part of a weight behind the point is a share of
+        Rows of a file of held-out ones come last. The part of a weight behind the point is a share of
         the rows, chosen by a hash.
         """
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
-                split = "train" if self._valid else held.split_of(row.document)
+                split = held.split_of(row.document)
                 place = int.from_bytes(hashlib.sha256(self._seed + row.document.digest).digest()[:8], "big") / 2**64
                 if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
                     yield split, row

@@ -90,19 +90,21 @@ def prepare_instructions(
     if options.bos and not begin:
         raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
     check_numbers(holdout, seed, shard_tokens)
+    share = 0 if options.valid else holdout
     known = {*encoder.get_vocab(with_added_tokens=True).values()}
     mix = Mix(source, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(known) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        held, size = Holdout(holdout, seed), 0
+        held, size = Holdout(share, seed), 0
         for read in mix.rows():
             held.see(read.document)
             size += round(read.document.characters * read.weight)
             report("reading", size, 0)
-        if held.alike and not options.valid:
-            raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
+        if held.alike:
+            accepted = "at least two rows that differ, one to hold out" if share else "at least one row"
+            raise UserError("SOURCE", str(source), accepted)
         unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
         with ExitStack() as stack:
             made = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
@@ -219,16 +221,17 @@ def _check_filled(
     splits: dict[str, Split], rows: dict[str, _Rows], options: InstructionOptions, share: float, source: Path
 ) -> None:
     """Raise ``UserError`` where a split has no rows."""
-    empty = [name for name in SPLITS if not splits[name].tokens]
+    wanted = SPLITS if share or options.valid else SPLITS[:1]
+    empty = [name for name in wanted if not splits[name].tokens]
     shortest = min((of_split.shortest for of_split in rows.values() if of_split.shortest), default=0)
-    if len(empty) == 2 and shortest > options.seq_len + 1:
+    if empty == [*wanted] and shortest > options.seq_len + 1:
         hint = "or --too-long cut" if options.too_long == "drop" else "cut to a row, none has a target"
         accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; {hint}"
         raise UserError("--seq-len", options.seq_len, accepted)
     if empty:
         kinds = sum((rows[name].left for name in empty), Counter[str]()).items()
         left = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in kinds if kind != "cut")
-        if len(empty) == 2:
+        if empty == [*wanted]:
             raise UserError("SOURCE", str(source), f"a document with a target that counts; all are left out ({left})")
         accepted = f"a split with a document in each part; of {empty[0]} all are left out ({left}); see --seq-len"
         raise UserError("--holdout", share, accepted)
