@@ -145,7 +145,7 @@ class Manifest:
     def load(cls, path: str | Path) -> "Manifest":
         """Read the manifest of a prepared directory and check every shard's size.
 
-        Nothing outside of the directory is read. Raises ``UserError`` where directory, manifest, tokenizer or a shard is
+        Nothing outside of it is read. Raises ``UserError`` where directory, manifest, tokenizer or a shard is
         missing, damaged or of another size.
         """
         path = Path(path)
