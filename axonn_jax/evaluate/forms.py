@@ -6,9 +6,8 @@ from typing import Protocol
 
 from axonn_jax.data.instructions.chat import ChatTemplate
 from axonn_jax.data.instructions.schemas import Conversation
-from axonn_jax.data.instructions.templates import Alpaca
+from axonn_jax.data.instructions.templates import Alpaca, chat_template_of
 from axonn_jax.evaluate.cut import body_of, cut
-from axonn_jax.evaluate.suite import TemplateName
 
 _FENCE = "```"
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(```|\Z)", re.DOTALL)
@@ -81,11 +80,11 @@ class Asked:
         return body_of(name, block)
 
 
-def form_of(template: TemplateName, folder: Path) -> PromptForm:
-    """Return the form of a template; raise ``UserError`` for a directory without a chat template."""
+def form_of(template: str, folder: Path) -> PromptForm:
+    """Return the form of a template, or of none; raise ``UserError`` for an unknown name or a file of no use."""
     if template == "none":
         return Bare()
-    return Asked(ChatTemplate.of(folder, "--template", template) if template == "chat" else None)
+    return Asked(None if template == "alpaca" else chat_template_of(template, folder, ""))
 
 
 def _name(prompt: str) -> str:

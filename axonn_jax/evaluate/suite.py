@@ -5,14 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from axonn_jax.errors import UserError, nearest
 
 SUITES = ("mini",)
 MODELS = ("serial", "omp")
 """Execution models of the suites."""
-TemplateName = Literal["none", "alpaca", "chat"]
 """Template of a prompt: none, the form of HPC-Coder-V2, or the tokenizer's chat template."""
 _FOLDER = Path(__file__).parent
 _SECTION = re.compile(r"^//@ (\w+) ?(.*)$", re.MULTILINE)

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, processors
 from axonn_jax.cli.generate import Generate
 from axonn_jax.cli.generate.texts import prompts_of
 from axonn_jax.cli.main import main
+from axonn_jax.data.instructions.schemas import Conversation
+from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.data.tokenize import load
 from axonn_jax.errors import UserError
 
@@ -58,6 +60,25 @@ def test_ids_are_those_of_transformers(chat_dir, tmp_path):
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert ids(chat_dir, prompts=tmp_path / "talks.jsonl") == [wanted(user), wanted(TALK)]
     assert wanted(user).count(theirs.bos_token_id) == 1
+
+
+def test_another_template_than_the_models_own_on_request(chat_dir, tmp_path, capsys):
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>")
+    tokenizer = load(chat_dir / "tokenizer.json")
+    asked = {"prompt": "line one", "template": str(tmp_path / "other.jinja")}
+    assert ids(chat_dir, **asked) == [tokenizer.encode("<user>line one<answer>", add_special_tokens=False).ids]
+    talk = TALK[1:]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (got,) = ids(chat_dir, prompts=tmp_path / "talk.jsonl", template="alpaca")
+    answered = Conversation([*talk, {"role": "assistant", "content": ""}])
+    passages = Alpaca().passages(answered, ())
+    assert tokenizer.decode(got, skip_special_tokens=False) == "<|im_end|>".join(passage.text for passage in passages)
+    assert main(["generate", str(chat_dir), "--prompt", "x", "--template", "alpaca"]) == 2
+    assert "--template = 'alpaca': --chat beside it" in capsys.readouterr().err
+    assert main(["generate", str(chat_dir), "--prompt", "x", "--chat", "--template", "alpca"]) == 2
+    assert "--template = 'alpca': alpaca, chat or FILE.jinja; did you mean 'alpaca'?" in capsys.readouterr().err
+    assert main(["evaluate", str(chat_dir), "--execute", "--template", "none.jinja"]) == 2
+    assert "--template = 'none.jinja': a file in jinja that can be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

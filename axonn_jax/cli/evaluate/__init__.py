@@ -12,7 +12,7 @@ from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
 from axonn_jax.evaluate.metrics import Definition, Judged
-from axonn_jax.evaluate.suite import MODELS, Problem, TemplateName, check_suite, problems
+from axonn_jax.evaluate.suite import MODELS, Problem, check_suite, problems
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, printable, say
 
@@ -47,9 +47,9 @@ class Evaluate:
     """Let programs run as root; by default root's programs run as the user nobody."""
     out: Annotated[Path | None, Arg(default="RUN_DIR/evaluate.json, or FILE.results.json of --generations")] = None
     """The file to write: results, or generations where nothing is run."""
-    template: TemplateName = "none"
-    """Form of the prompts: none leaves the function to be continued; alpaca (as HPC-Coder-V2) and chat (the tokenizer's
-    template) ask for it."""
+    template: str = "none"
+    """Form of the prompts: none leaves the function to be continued; alpaca (as HPC-Coder-V2), chat (the tokenizer's
+    template) and a FILE.jinja ask for it."""
     samples: Annotated[int, Arg(least=1, most=100_000)] = 20
     """Programs for each prompt."""
     tokens: Positive = 1024

@@ -32,6 +32,8 @@ class Generate:
     chat: bool = False
     """Put each prompt into the model's chat template, as the user's message, and print the answer alone. A line of
     --prompts may have "messages", a whole conversation, in the place of its prompt. Needs the extra hf."""
+    template: Annotated[str | None, Arg(default="the model's own")] = None
+    """Template of --chat: alpaca, or a FILE.jinja."""
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
@@ -93,6 +95,8 @@ def run(args: Generate) -> int:
         raise UserError("--stop", "", "a text of at least one character")
     if args.logprobs and not args.json:
         raise UserError("--logprobs", True, "--json beside it")
+    if args.template is not None and not args.chat:
+        raise UserError("--template", args.template, "--chat beside it")
     if (args.prompt is None) == (args.prompts is None):
         given = NOT_GIVEN if args.prompt is None else args.prompt
         raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")

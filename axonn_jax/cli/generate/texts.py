@@ -34,9 +34,14 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
     For a file the error names the line.
     """
     from axonn_jax.data.instructions.chat import ChatTemplate
+    from axonn_jax.data.instructions.templates import chat_template_of
     from axonn_jax.data.prompts import file_line, ids_within
+    from axonn_jax.data.tokenize import end_of
 
-    template = ChatTemplate.of(args.run_dir, "--chat", True) if args.chat else None
+    template = ChatTemplate.of(args.run_dir, "--chat", True) if args.chat and args.template is None else None
+    if args.template is not None:
+        end = end_of(args.run_dir, tokenizer, "RUN_DIR")
+        template = chat_template_of(args.template, args.run_dir, "" if end is None else tokenizer.id_to_token(end))
     prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
         text = "" if template else line["prompt"]  # an answer is shown without the template's text

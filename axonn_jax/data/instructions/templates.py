@@ -245,3 +245,9 @@ def template_of(name: str, tokenizer: Path) -> Template:
         why = getattr(error, "strerror", None) or error
         raise UserError("--template", name, f"a file in jinja that can be read; {why}") from None
     return Jinja(ChatTemplate(source, special_tokens(folder, "--tokenizer"), "--template", name))
+
+
+def chat_template_of(name: str, folder: Path, end: str) -> ChatTemplate:
+    """Return the chat template of a name (`template_of`), with this text of the end token, to ask a model by."""
+    source = template_of(name, folder).jinja(end)
+    return ChatTemplate(source, special_tokens(folder, "--template"), "--template", name)
