@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from axonn_jax.documents import look_at
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.terminal import columns, wrapped
 
@@ -96,6 +97,8 @@ class Option:
             value = {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
         except (ValueError, KeyError):
             raise UserError(self.flag, text, self.accepted) from None
+        if self.kind is Path:
+            look_at(self.flag, text)
         least, most = self.arg.least, self.arg.most
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             raise UserError(self.flag, value, self.accepted)

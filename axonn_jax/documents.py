@@ -21,6 +21,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Never
 
+from axonn_jax.errors import UserError
+
 _TOML_LINE = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
@@ -57,6 +59,18 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"{size:,} bytes, more than the {most:,} that are read")
         return file.read(most)
+
+
+def look_at(field: str, path: str) -> None:
+    """Raise ``UserError`` where a user's path can neither be looked at nor be missing, as one with a name too long."""
+    try:
+        if os.path.isdir(path) and not os.access(path, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(field, path, f"a path that can be looked at; {error.strerror}") from None
 
 
 def own_file(path: str, flags: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli_args import Arg
+from axonn_jax.documents import look_at
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.options import InstructionLoss, TooLong
 from axonn_jax.terminal import Ticker, printable, say
@@ -111,6 +112,8 @@ def run(args: Prepare) -> int:
         UserError: an argument is of no use, or the text is not enough.
     """
     _check_kind(args)
+    for text in args.mix:
+        look_at("--mix", text.rpartition(":")[0])
     if args.instructions:
         return _instructions(args)
     from axonn_jax.data.prepare import prepare

@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import SPLITS, TOKENIZER, Manifest
+from axonn_jax.documents import look_at
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import BlockComm
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
     from axonn_jax.data.prompts import FixedPrompt
 
 
+_PATHS = (
+    "data.path log.dir checkpoint.resume checkpoint.weights checkpoint.adapter prune.mask_file train.sample_prompts"
+)
+
+
 def check(config: Config) -> Config:
     """Check the config, cheap checks first; return it with every model field and the run directory filled in.
 
@@ -46,6 +53,8 @@ def check(config: Config) -> Config:
         UserError: a value is out of range, contradicts another or the data, or names something unusable.
     """
     _check_ranges(config)
+    for name in _PATHS.split():
+        look_at(name, attrgetter(name)(config))
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
@@ -79,8 +88,7 @@ def check(config: Config) -> Config:
     if config.goldfish.k and config.goldfish.h >= shape.seq_len:
         raise UserError("goldfish.h", config.goldfish.h, f"below model.seq_len, which is {shape.seq_len}")
     if config.prune.at_step >= config.train.steps:
-        accepted = f"below train.steps, which is {config.train.steps}"
-        raise UserError("prune.at_step", config.prune.at_step, accepted)
+        raise UserError("prune.at_step", config.prune.at_step, f"below train.steps, which is {config.train.steps}")
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
@@ -259,11 +267,8 @@ def _load(data: DataConfig) -> Manifest:
 
 def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: bool) -> None:
     if checkpoint.every and checkpoint.keep_every % checkpoint.every:
-        raise UserError(
-            "checkpoint.keep_every",
-            checkpoint.keep_every,
-            f"a multiple of checkpoint.every, which is {checkpoint.every}",
-        )
+        accepted = f"a multiple of checkpoint.every, which is {checkpoint.every}"
+        raise UserError("checkpoint.keep_every", checkpoint.keep_every, accepted)
     if not checkpoint.resume:
         raise UserError("checkpoint.resume", checkpoint.resume, "auto, never, or the path of a checkpoint")
     named = {} if goes_on else {"checkpoint.weights": checkpoint.weights}

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from axonn_jax.cli.inspect import Inspect
 from axonn_jax.cli.main import main
+from axonn_jax.cli_args import parse
+from axonn_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -225,6 +229,50 @@ def test_bad_command_lines(write_config, place, refused, case):
     write_config()
     (place / "binary.toml").write_bytes(b"\xff\xfe\x00")
     refused(argv, *parts)
+
+
+LONG = "n" * 300
+PATHS = ["data.path", "log.dir", "train.sample_prompts", "prune.mask_file"]
+PATHS += [f"checkpoint.{key}" for key in ("resume", "weights", "adapter")]
+UNREACHABLE = {
+    **{name: ["train", "run.toml", f"--{name}", LONG] for name in PATHS},
+    "RUN_DIR": ["inspect", LONG],
+    "SOURCE": ["convert", LONG, "out"],
+    "OUT_DIR": ["prepare", ".", LONG, "--vocab", "300"],
+    "--tokenizer": ["prepare", ".", "out", "--tokenizer", LONG],
+    "--mix": ["prepare", ".", "out", "--instructions", "--seq-len", "9", "--tokenizer", ".", "--mix", f"{LONG}:1"],
+    "--prompts": ["generate", "run", "--prompts", LONG],
+    "--data": ["loki", "run", "--data", LONG],
+    "--png": ["plan", "--model", "gpt-1.3b", "--png", f"{LONG}.png"],
+    "--generations": ["evaluate", "--generations", LONG],
+}
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
+def test_a_path_that_cannot_be_looked_at(write_config, refused, name):
+    write_config()
+    refused(UNREACHABLE[name], f"error: {name} = 'nnn", "...: a path that can be looked at; File name too long\n")
+
+
+@contextmanager
+def as_nobody():
+    """Another user in this process, where the superuser runs it, whom no folder is closed to."""
+    own = os.getresuid()
+    if own[0] == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(*own)
+
+
+def test_a_closed_folder_cannot_be_looked_into(tmp_path):
+    tmp_path.chmod(0)
+    with as_nobody():
+        for path in (tmp_path, tmp_path / "run"):
+            with pytest.raises(UserError, match=r"RUN_DIR = .*a path that can be looked at; Permission denied"):
+                parse(Inspect, [str(path)], "axonn-jax inspect")
+    tmp_path.chmod(0o700)
 
 
 # The same through a real process, which also shows that no jax was imported to find the mistake.
