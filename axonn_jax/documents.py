@@ -23,7 +23,7 @@ from typing import Any, Never
 
 from axonn_jax.errors import UserError
 
-_TOML_LINE = 10_000
+_TOML_LINE, _TOML_POINTS = 10_000, 250
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
 _HOLDER_BYTES = 200  # bytes read of a lock holder's text
@@ -145,9 +145,10 @@ def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ``ValueError`` for other text, deep nesting or lines of excessive length."""
-    if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
-        raise ValueError(f"a line of over {_TOML_LINE:,} characters")
+    """Parse TOML; ``ValueError`` for other text, deep nesting, or lines of excessive length or with too many points."""
+    for number, line in enumerate(text.split("\n"), 1):  # the time for a key grows with the square of its parts
+        if len(line) > _TOML_LINE or line.count(".") > _TOML_POINTS:
+            raise ValueError(f"a line of over {_TOML_LINE:,} characters or {_TOML_POINTS} points, which is {number}")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -1,5 +1,6 @@
 """Documents of one file: a text, or the records of JSON Lines or Parquet, compressed or not."""
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -17,6 +18,8 @@ _RECORDS = (".jsonl", ".ndjson", _TABLE)
 _COMPRESSED = (".gz", ".zst")
 _PART = 1 << 20
 _ROWS = 1024  # of a table, read at once
+LONGEST = 1 << 28
+"""Most bytes of a line that holds a record."""
 
 
 class BinaryFile(Exception):
@@ -59,7 +62,7 @@ def text_parts(path: Path) -> Iterator[str]:
 
     Raises one of ``UNREADABLE``: ``UnicodeDecodeError`` where the file is not UTF-8.
     """
-    with open_binary(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         for part in parts_of(file):
             if "\0" in part:
                 raise BinaryFile(path)
@@ -136,8 +139,24 @@ def is_table(path: Path) -> bool:
     return plain(path).suffix == _TABLE
 
 
-def open_binary(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Open a file to read its bytes, decompressed; raise ``UserError`` where that needs a missing package."""
+@contextlib.contextmanager
+def open_binary(path: Path) -> Iterator[Iterator[bytes]]:
+    """Open a file to read its lines, decompressed.
+
+    Raises ``UserError`` where that needs a missing package, and for a line too long, as a small file can hold.
+    """
+    with _decompressed(path) as file:
+        yield _bounded(file, path)
+
+
+def _bounded(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[bytes]:
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+        if len(line) > LONGEST:
+            raise UserError("SOURCE", f"{path}, line {number}", f"lines of at most {LONGEST:,} bytes")
+        yield line
+
+
+def _decompressed(path: Path) -> io.BufferedReader | gzip.GzipFile:
     if path.suffix == ".gz":
         return gzip.GzipFile(path)
     if path.suffix == ".zst":

@@ -1,6 +1,8 @@
 """Instruction data of no use is one line that names the place, and nothing is written."""
 
+import gzip
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import instruction_data
 import pytest
 
 from axonn_jax.cli.main import main
+from axonn_jax.data import read
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 
 GOOD = {"instruction": "the grid", "output": "a mesh"}
@@ -44,6 +47,34 @@ ROWS = {
     ),
     "not UTF-8": ('{"prompt": "x", "completion": "\\ud800"}', "text that UTF-8 can express"),
 }
+
+
+@pytest.mark.parametrize("source", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("flags", [["--instructions", *NEEDED], ["--tokenizer", "tok"]], ids=["rows", "text"])
+def test_a_line_too_long_to_read_is_named(data, refused, flags, source, monkeypatch):
+    """A small file can hold a line of gigabytes: none is read to its end."""
+    monkeypatch.setattr(read, "LONGEST", 1000)
+    lines = [json.dumps(GOOD | {"text": "x"})] * 2 + [json.dumps(GOOD | {"text": "x" * 2000})]
+    raw = "\n".join(lines).encode()
+    path = data / f"long{source}"
+    path.write_bytes(gzip.compress(raw) if source.endswith(".gz") else raw)
+    refused(["prepare", path.name, "out", *flags], "SOURCE = ", f"{path.name}, line 3': lines of at most 1,000 bytes")
+
+
+TEMPLATES = {
+    "operator": "{{ '%1000000000d' % 1 }}",
+    "filter": "{{ '%1000000000d'|format(1) }}",
+    "padding": "{{ messages[0]['content'].ljust(1000000000) }}",
+    "repeated": "{{ messages[0]['content'] * 1000000000 }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_asks_for_gigabytes(data, refused, name):
+    (data / "t.jinja").write_text(TEMPLATES[name])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    refuse(refused, [*NEEDED, "--template", "t.jinja"], "it asks for more than 512 MiB of memory")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize("case", ROWS)

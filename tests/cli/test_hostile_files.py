@@ -35,8 +35,11 @@ def quick():
 FILES = {
     "thousands of digits": ("[train]\nlr = 0x" + "f" * 9000, "train.lr = (too large to show): a number"),
     "a line of a megabyte": ("[log]\ndir = " + json.dumps("x" * 900_000), "a line of over 10,000 characters"),
-    "a key of hundreds of parts": (".".join("a" * 900) + " = 1", "not a known table"),
-    "a key of thousands of parts": (".".join("a" * 4000) + " = 1", "error: "),  # later Pythons say: nested too deeply
+    "a key of hundreds of parts": (".".join("a" * 250) + " = 1", "not a known table"),
+    "a key of thousands of parts": (
+        "[log]\n" + ".".join("a" * 4900) + " = 1",
+        "a line of over 10,000 characters or 250 points, which is 2",
+    ),
     "a key of a million parts": (".".join("a" * 499_000) + " = 1", "a line of over 10,000 characters"),
     "megabytes": ("# nothing\n" * 200_000, "2,000,000 bytes, more than the 1,000,000 that are read"),
     "lists in lists": ("a = " + "[" * 4000 + "]" * 4000, "valid TOML; nested too deeply"),

@@ -1,7 +1,9 @@
 """Chat template: a program in jinja of a model's makers, run in a sandbox, that makes a text of messages."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, tokenizer
 
 FILE = "chat_template.jinja"
 _MOST = 16 << 20
+_GROWTH = 512 << 20
+"""Bytes by which the process may grow while a template runs."""
 _ACCEPTED = "a model whose tokenizer has a chat template"
 
 
@@ -28,8 +32,9 @@ class ChatTemplate:
         except ImportError:
             raise UserError(field, value, "an installation with jinja2: pip install 'axonn_jax[hf]'") from None
         try:
-            self._template = _environment(self._spans).from_string(source)
-        except (TemplateError, RecursionError) as error:
+            with _bounded_memory():  # constants are computed here
+                self._template = _environment(self._spans).from_string(source)
+        except (TemplateError, RecursionError, MemoryError) as error:
             raise UserError(field, value, f"a template in jinja; {_line(error)}") from None
 
     @classmethod
@@ -79,8 +84,9 @@ class ChatTemplate:
         given = {**self._tokens, "messages": messages, "tools": tools, "documents": None}
         pieces = self._spans.begin()
         try:
-            for piece in self._template.generate(**given, add_generation_prompt=answers):
-                pieces.append(piece)
+            with _bounded_memory():
+                for piece in self._template.generate(**given, add_generation_prompt=answers):
+                    pieces.append(piece)
         except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
         return "".join(pieces), self._spans.marked
@@ -122,7 +128,21 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"it asks for more than {_GROWTH >> 20} MiB of memory"
     return " ".join(str(error).split())[:200]
+
+
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Bound the growth of the process: a template of a few characters can ask for more memory than there is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _GROWTH if soft < 0 else min(soft, size + _GROWTH), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _environment(spans: _Spans) -> Any:
