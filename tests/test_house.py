@@ -33,7 +33,7 @@ ALLOWED = {
     "hooks replaced": 0,
     "backends named": 0,
     "two classes in one": 0,
-    "words of docs": 19_631,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 19_637,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "options in over 8 files": 2,
 }
 

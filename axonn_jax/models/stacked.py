@@ -125,9 +125,9 @@ def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
         raise UserError("model", type(model).__name__, "to scan layers, a Transformer, whose layers are alike")
     parts = shapes_of(split)
     layers: Sequence[nnx.Module] = getattr(model, where)
-    if len(layers) % period:
-        accepted = f"to scan layers, a multiple of {period}, after which kinds of layers repeat"
-        raise UserError("model", f"{len(layers)} layers", accepted)
+    if len(layers) % period or len(layers) < 2 * period:
+        multiple = f", a multiple of {period}, after which kinds of layers repeat" if period > 1 else ""
+        raise UserError("model.layers", len(layers), f"to scan layers, at least {2 * period}{multiple}")
     merged: Any = parts.merge(parts.params)
     setattr(merged, where, Stacked(list(getattr(merged, where)[:period]), len(layers) // period))
     stacked = split_module(merged)
@@ -148,9 +148,6 @@ def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
 
 def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, names: Sequence[str]) -> list[str]:
     """Names of a layer's parameters, once it is known that all layers differ in nothing but their values."""
-    if len(layers) < 2:
-        raise UserError("model", f"{len(layers)} layers", "to scan layers, at least 2 of a kind")
-
     first, *others = (layer_form(layer, name, parts) for name, layer in zip(names, layers, strict=True))
     for name, form in zip(names[1:], others, strict=True):
         if form != first:

@@ -280,7 +280,8 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.set_ylabel("loss (nats a token)")
     axes.set_title(f"{directory.name}")
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper right" if unigram_entropy is None else "best")
+    if train or held_out:  # matplotlib warns of a legend without a line
+        axes.legend(loc="upper right" if unigram_entropy is None else "best")
     path = directory / "loss.png"
     save_picture(figure, path)
     return path

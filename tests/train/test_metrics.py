@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,13 @@ def test_losses_that_cannot_be_drawn_do_not_hinder_the_picture(tmp_path):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + "12\n")
     assert plot_loss(tmp_path, 6.0).exists()
+
+
+def test_a_run_without_a_finite_loss_is_drawn_without_a_warning(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plot_loss(tmp_path, 6.0).exists()
 
 
 def test_the_plot_is_a_picture(tmp_path):

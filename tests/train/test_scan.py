@@ -189,9 +189,12 @@ def test_what_cannot_be_scanned_is_refused_by_name():
     layers = SequenceModel([nnx.Embed(8, 4, rngs=nnx.Rngs(0))], lambda x, t: x[..., 0])
     with pytest.raises(UserError, match="SequenceModel"):
         make_trainer(layers, optax.sgd(0.1), grid, scan_layers="yes")
-    one = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=1), rngs=nnx.Rngs(0)))
-    with pytest.raises(UserError, match="1 layers"):
-        stack_layers(one, split_module(one))
+    alternate = replace(SMALL, window=4, window_period=2)
+    for shape, layers, least in ((SMALL, 1, "2$"), (alternate, 2, "4, a multiple of 2,"), (alternate, 5, "4, a mul")):
+        size = replace(shape, layers=layers)
+        few = nnx.eval_shape(lambda size=size: Transformer(size, rngs=nnx.Rngs(0)))
+        with pytest.raises(UserError, match=f"^model.layers = {layers}: to scan layers, at least {least}"):
+            stack_layers(few, split_module(few))
     unlike = Transformer(SMALL, rngs=nnx.Rngs(0))
     unlike.blocks[2].dropout = 0.5
     with pytest.raises(UserError, match=r"blocks.0 and blocks.2"):
