@@ -70,8 +70,7 @@ class TokenSamples:
         path, size = self.manifest.path, self.manifest.storage.itemsize
         try:
             file = self._open(path / shard.name).number
-            raw = os.pread(file, min(most, shard.tokens - offset) * size, offset * size)
-            now = os.fstat(file)
+            raw, now = os.pread(file, most * size, offset * size), os.fstat(file)
         except OSError as error:
             raise UserError("data.path", str(path), f"shard {shard.name} is not readable: {error.strerror}") from None
         if (now.st_size, now.st_mtime_ns) != self.manifest.marks[shard.name]:
@@ -226,18 +225,17 @@ class Loader:
         return self
 
     def __next__(self) -> NDArray[np.int32]:
-        taken = self._ahead.popleft() if self._ahead else self._read()
+        self.ahead(1)
         self._taken += 1
-        return taken
+        return self._ahead.popleft()
 
     def ahead(self, batches: int) -> str:
-        """Read so many batches before they are asked for; return the fault of the data behind those read, or "".
-
-        Raises ``UserError`` where not one can be read.
-        """
+        """Read so many batches before they are taken; return the fault behind them, or ""; without one raise it."""
         try:
-            while len(self._ahead) < batches and not self._fault:
-                self._ahead.append(self._read())
+            while len(self._ahead) < batches and not (self._ahead and self._fault):
+                if self._iterator is None:
+                    self._iterator = self._start_reading()
+                self._ahead.append(next(self._iterator))
         except UserError as error:
             if not self._ahead:
                 raise
@@ -262,12 +260,6 @@ class Loader:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-
-    def _read(self) -> NDArray[np.int32]:
-        if self._iterator is None:
-            self._iterator = self._start_reading()
-        read: NDArray[np.int32] = next(self._iterator)
-        return read
 
     def _start_reading(self) -> Any:
         import grain  # takes a second, so only who reads data pays it

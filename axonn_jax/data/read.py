@@ -18,8 +18,7 @@ _RECORDS = (".jsonl", ".ndjson", _TABLE)
 _COMPRESSED = (".gz", ".zst")
 _PART = 1 << 20
 _ROWS = 1024  # of a table, read at once
-LONGEST = 1 << 28
-"""Most bytes of a line that holds a record."""
+LONGEST = 1 << 28  # bytes of a line
 
 
 class BinaryFile(Exception):
@@ -141,10 +140,7 @@ def is_table(path: Path) -> bool:
 
 @contextlib.contextmanager
 def open_binary(path: Path) -> Iterator[Iterator[bytes]]:
-    """Open a file to read its lines, decompressed.
-
-    Raises ``UserError`` where that needs a missing package, and for a line too long, as a small file can hold.
-    """
+    """Open a file to read its lines, decompressed; ``UserError`` where a package is missing, or for too long a line."""
     with _decompressed(path) as file:
         yield _bounded(file, path)
 

@@ -22,7 +22,6 @@ from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
-from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
@@ -42,11 +41,9 @@ MOST_SKIPPED = 20
 class Run:
     """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
 
-    def __init__(
-        self, config: Config, shape: ModelShape, data: Manifest, world: World, trainer: Trainer, sync: HostSync
-    ):
-        self.config, self.shape, self.data, self.trainer = config, shape, data, trainer
-        self.engine, self.sync = trainer.engine, sync
+    def __init__(self, config: Config, data: Manifest, world: World, trainer: Trainer, sync: HostSync):
+        self.config, self.data, self.trainer, self.engine, self.sync = config, data, trainer, trainer.engine, sync
+        self.shape = shape = config.model.shape()
         self.directory = Path(config.log.dir)
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
@@ -82,7 +79,8 @@ class Run:
         try:
             replace_whole(self.directory / name, raw)
         except OSError as error:
-            raise UserError("log.dir", self.directory, f"one to write {name} in; {error.strerror}") from None
+            accepted = f"a directory that {name} can be written in; {error.strerror}"
+            raise UserError("log.dir", str(self.directory), accepted) from None
 
     def say(self, text: str) -> None:
         """Print a line, on the first process only."""

@@ -96,7 +96,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         pipeline=config.pipeline,
         prune=config.prune,
     )
-    run = Run(config, shape, data, world, trainer, sync)
+    run = Run(config, data, world, trainer, sync)
     with StopSignals(sync, trainer.engine.peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()

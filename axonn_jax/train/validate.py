@@ -40,10 +40,7 @@ from axonn_jax.train.config import (
 if TYPE_CHECKING:
     from axonn_jax.data.prompts import FixedPrompt
 
-
-_PATHS = (
-    "data.path log.dir checkpoint.resume checkpoint.weights checkpoint.adapter prune.mask_file train.sample_prompts"
-)
+_FROM = ("checkpoint.resume", "checkpoint.weights", "checkpoint.adapter")
 
 
 def check(config: Config) -> Config:
@@ -53,7 +50,7 @@ def check(config: Config) -> Config:
         UserError: a value is out of range, contradicts another or the data, or names something unusable.
     """
     _check_ranges(config)
-    for name in _PATHS.split():
+    for name in ("data.path", "log.dir", *_FROM, "prune.mask_file", "train.sample_prompts"):
         look_at(name, attrgetter(name)(config))
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:

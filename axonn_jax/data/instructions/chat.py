@@ -14,8 +14,7 @@ from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, tokenizer
 
 FILE = "chat_template.jinja"
 _MOST = 16 << 20
-_GROWTH = 512 << 20
-"""Bytes by which the process may grow while a template runs."""
+_GROWTH = 512 << 20  # bytes, of the process while a template runs
 _ACCEPTED = "a model whose tokenizer has a chat template"
 
 
