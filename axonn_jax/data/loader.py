@@ -225,14 +225,16 @@ class Loader:
         return self
 
     def __next__(self) -> NDArray[np.int32]:
-        self.ahead(1)
+        if not self._ahead:
+            self._fault = ""  # met again, and raised
+            self.ahead(1)
         self._taken += 1
         return self._ahead.popleft()
 
     def ahead(self, batches: int) -> str:
         """Read so many batches before they are taken; return the fault behind them, or ""; without one raise it."""
         try:
-            while len(self._ahead) < batches and not (self._ahead and self._fault):
+            while len(self._ahead) < batches and not self._fault:
                 if self._iterator is None:
                     self._iterator = self._start_reading()
                 self._ahead.append(next(self._iterator))
