@@ -80,9 +80,9 @@ class Generator:
         self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
         with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
             self.shape, parts, self.params = load_model(model, grid, self._dtype, base)
-        self.length = self.shape.seq_len if length is None else integer("length", length, 1)
+        self.length = self.shape.seq_len if length is None else integer("length", length, 2)
         if self.length > self.shape.seq_len:
-            raise UserError("length", self.length, f"at least 1 and at most model.seq_len = {self.shape.seq_len}")
+            raise UserError("length", self.length, f"at least 2 and at most model.seq_len = {self.shape.seq_len}")
         vocab = self.shape.vocab
         limit = vocab if limit is None else min(integer("limit", limit, 1), vocab)
         stops = stops_of(model, vocab) if stops is None else ids_of("stops", stops, vocab)

@@ -133,7 +133,7 @@ def test_weights_that_are_not_finite_are_named():
         (GridShape(data=2), {"slots": 3}, "slots = 3: a multiple of data"),
         (GridShape(), {"slots": 0}, "slots = 0: "),
         (GridShape(), {"slots": 10**9}, "slots = 1000000000: at most"),
-        (GridShape(), {"length": 161}, "length = 161: at least 1 and at most model.seq_len = 160"),
+        (GridShape(), {"length": 161}, "length = 161: at least 2 and at most model.seq_len = 160"),
         (GridShape(y=3), {}, "model.kv_heads = 2: "),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_call_that_cannot_be_is_refused_when_it_is_made(generator, says):
         ("stops = -2: token ids", {"stops": [-2]}),
         ("steps = 0: an integer of at least 1", {"steps": 0}),
         ("slots = 2.0: an integer of at least 1", {"slots": 2.0}),
-        ("length = 0: an integer of at least 1", {"length": 0}),
+        ("length = 1: an integer of at least 2", {"length": 1}),  # a prompt and a token
         ("dtype = 'int8': float32, bfloat16 or float16", {"dtype": "int8"}),
         ("dtype = 'floaty': float32", {"dtype": "floaty"}),
     ],

@@ -15,7 +15,7 @@ import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.inference.weights import load_model, of_model
-from axonn_jax.loki.components import check_weights, fingerprint
+from axonn_jax.loki.components import calibrate, check_weights, fingerprint
 from axonn_jax.loki.options import LokiOptions
 
 SHAPE = ax.models.ModelShape(**LLAMA | {"hidden": 48, "heads": 6})
@@ -40,6 +40,23 @@ def loaded():
 def facts(loaded):
     weights = fingerprint(loaded.parts, loaded.params, SHAPE.kv_heads)
     return {"model": json.dumps(asdict(SHAPE)), "weights": json.dumps(weights)}
+
+
+def test_components_are_those_of_all_keys_together():
+    """Of two batches of unequal size, whose keys a function gives in place of a model."""
+    rng = np.random.default_rng(0)
+    keys = [rng.normal(3.0, [1, 2, 4], (rows, 5, 2, 3)) for rows in (1, 4)]
+
+    def program(params, batch):
+        own = keys[batch[0, 0]]
+        return {"post": [(own.sum((0, 1)), np.einsum("bskd,bske->kde", own, own))]}
+
+    found = calibrate(program, {}, [np.full((len(own), 5), number) for number, own in enumerate(keys)])["post"]
+    whole = np.concatenate(keys).reshape(-1, 2, 3)
+    np.testing.assert_allclose(found.means[0], whole.mean(0), rtol=1e-6)
+    for head in range(2):
+        vectors, variances = found.vectors[0, head], found.variances[0, head]
+        np.testing.assert_allclose(vectors * variances @ vectors.T, np.cov(whole[:, head].T, bias=True), atol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [GridShape(), GridShape(y=2, x=2), GridShape(data=2)], ids=grids.name)

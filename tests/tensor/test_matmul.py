@@ -13,14 +13,14 @@ import pytest
 from flax import nnx
 from trainers import make_trainer
 
-from axonn_jax.grid import BATCH_AXES
+from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.collectives import all_reduce, gather_weight
 from axonn_jax.tensor.embedding import tied_logits
-from axonn_jax.tensor.linear import matmul_4d, with_layouts
+from axonn_jax.tensor.linear import Linear, matmul_4d, with_layouts
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, matmul, multiply, products
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
@@ -119,6 +119,33 @@ def cases():
     for shift, axes in enumerate(grids.all_grids(1, 8)):
         marks = [] if axes == ALL else [pytest.mark.slow]
         yield pytest.param(axes, "bfloat16", shift, id=f"{grids.name(axes)}-bf16", marks=marks)
+
+
+@pytest.mark.parametrize("in_axis", ["x", "y"])
+@pytest.mark.parametrize("comm", ["all_reduce", "gather", "sequence"])
+def test_a_layer_called_by_itself_is_the_plain_matmul(comm, in_axis):
+    """In values and gradients, whichever way the residual stream is laid out that it reads or adds to."""
+    rng, features, columns = np.random.default_rng(0), 16, 24
+    x, weight = (jnp.asarray(rng.standard_normal(size), jnp.float32) for size in ((4, 8, features), (4, 8, columns)))
+    make = functools.partial(Linear, features, columns, in_axis=in_axis, bias=True, std=1.0, comm=comm)
+    parts = split_module(make(key=jax.random.key(0)))
+    stream, inner = P(BATCH_AXES, "y" if comm == "sequence" else None, "x"), P(BATCH_AXES, None, "y")
+    inner = P(BATCH_AXES, None, ("y", "x")) if comm == "gather" else inner
+    given, made = (stream, inner) if in_axis == "x" else (inner, stream)
+
+    split = {name for names in made if names for name in (names if isinstance(names, tuple) else (names,))}
+
+    def loss(params, x, weight):
+        return all_reduce(jnp.sum(parts.merge(params)(x) * weight), tuple(split))
+
+    region = shard_mapped(loss, grids.lay(GridShape(data=2, y=2, x=2)).mesh, (parts.specs, given, made), P())
+    got = jax.jit(jax.value_and_grad(region, (0, 1)))(parts.params, x, weight)
+
+    def plain(params, x):
+        return jnp.sum((x @ params["kernel"] + params["bias"]) * weight)
+
+    want = jax.value_and_grad(plain, (0, 1))(parts.params, x)
+    jax.tree.map(lambda got, want: close(got, want, "float32"), got, want)
 
 
 @pytest.mark.parametrize(("axes", "dtype", "shift"), list(cases()))

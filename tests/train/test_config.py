@@ -15,6 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import MOST_DEVICES, GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import ModelConfig, preset, preset_names
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.train import config_file
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TensorConfig, TrainConfig
 from axonn_jax.train.config_file import to_toml
@@ -109,6 +110,21 @@ def test_a_pipeline_cannot_be_told_to_scan_layers(config):
     assert check(scanned).tensor.scan_layers == "yes"
     with pytest.raises(UserError, match=r"tensor\.scan_layers = 'yes': auto or no"):
         check(replace(scanned, grid=GridShape(pipe=2)))
+
+
+@pytest.mark.parametrize(
+    ("prune", "says"),
+    [
+        (PruneConfig(density=0.5, scope="global"), r"prune\.scope = 'global': layer where grid\.pipe is above 1"),
+        (PruneConfig(density=0.5, at_step=2), r"prune\.at_step = 2: pruning from the first step on"),
+    ],
+    ids=["scope", "at_step"],
+)
+def test_what_a_pipeline_cannot_prune_is_known_before_anything_is_made(config, prune, says):
+    given = replace(config, prune=prune, train=replace(config.train, microbatches=2))
+    assert check(given).prune == prune
+    with pytest.raises(UserError, match=says):
+        check(replace(given, grid=GridShape(pipe=2)))
 
 
 def test_log_directory_may_exist(config, tmp_path):
