@@ -136,7 +136,11 @@ def _line(error: Exception) -> str:
 def _bounded_memory() -> Iterator[None]:
     """Bound the growth of the process: a template of a few characters can ask for more memory than there is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    try:
+        size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux
+        yield
+        return
     resource.setrlimit(resource.RLIMIT_AS, (size + _GROWTH if soft < 0 else min(soft, size + _GROWTH), hard))
     try:
         yield

@@ -60,11 +60,7 @@ def _expressed(
             yield split, row, [passage_of(conversation.document, end, answers)]
             continue
         try:
-            yield (
-                split,
-                row,
-                template.passages(conversation, numbers),
-            )
+            yield split, row, template.passages(conversation, numbers)
         except Unmarked as error:
             unmarked[row.line] = error
         except UserError as error:
