@@ -63,7 +63,7 @@ def stage_store(
         state_specs = split_over_replicas(held, trained, mesh) if options.split else trained
         settings = (options.precisions, options.bucket, forms)
         update = DeviceOptimizer(options.optimizer, mesh, held, trained, state_specs, *settings)
-        if not options.offload:
+        if not options.offload or not sizes:  # all of this rank's weights may be frozen
             return unstacked(own), update
         return unstacked(own), OffloadedOptimizer(
             update, resident=options.resident, shared=shared, progress=options.progress

@@ -18,16 +18,17 @@ from axonn_jax.tensor.params import split_module
 EPS = float(np.finfo(np.float32).eps)
 RATE, STEPS = 0.3, 4
 SETTINGS = {
-    "microbatches": (GridShape(), {"microbatches": 4}, BlockComm()),
-    "data z": (GridShape(data=2, z=2), {}, BlockComm()),
-    "y x, halves": (GridShape(y=2, x=2), {"tensor": ax.TensorConfig(sub_batches=2, order="package")}, BlockComm()),
-    "pipe y": (GridShape(pipe=2, y=2), {"microbatches": 2}, BlockComm()),
-    "scanned": (
+    "z, scanned": (
         GridShape(z=2),
-        {"memory": ax.MemoryConfig(activations="full"), "tensor": ax.TensorConfig(scan_layers="yes")},
+        {
+            "microbatches": 2,
+            "memory": ax.MemoryConfig(activations="full"),
+            "tensor": ax.TensorConfig(scan_layers="yes"),
+        },
         BlockComm(),
     ),
-    "gather": (GridShape(x=2), {}, BlockComm(attention=True, mlp=True)),
+    "y x, halves": (GridShape(y=2, x=2), {"tensor": ax.TensorConfig(sub_batches=2, order="package")}, BlockComm()),
+    "pipe x, gather": (GridShape(pipe=2, x=2), {"microbatches": 2}, BlockComm(attention=True, mlp=True)),
     "sequence": (
         GridShape(y=2, x=2),
         {"memory": ax.MemoryConfig(sequence_parallel=True)},

@@ -33,6 +33,10 @@ SETTINGS = {
     "gathered once": (GridShape(z=2), {"memory": ax.MemoryConfig(reshard_after="step")}),
     "halves": (GridShape(y=2, x=2), {"tensor": ax.TensorConfig(sub_batches=2, order="package")}),
     "stage without adapters": (GridShape(pipe=2), {"pipeline": ax.PipelineConfig(split="1,5")}),
+    "stage without adapters, offload": (
+        GridShape(pipe=2),
+        {"pipeline": ax.PipelineConfig(split="1,5"), "memory": ax.MemoryConfig(offload="optimizer")},
+    ),
 }
 COMMS = {
     "sequence": (GridShape(y=2, x=2), BlockComm(sequence_split=True)),
