@@ -114,10 +114,10 @@ class TestFaults:
 
     def test_a_run_that_stood_still_as_a_whole_goes_on(self, launch):
         """As by Ctrl-Z and fg, `scontrol suspend` or `docker pause`, for longer than silence and stall may last."""
-        with launch({"grid_pipe": 2}, pipeline_stall_timeout=3) as run:
+        with launch({"grid_pipe": 2}, pipeline_stall_timeout=STALL_S) as run:
             run.wait_for("step 1/")
             ranks = run.ranks().values()
-            for sent, wait in ((signal.SIGSTOP, 8), (signal.SIGCONT, 4)):
+            for sent, wait in ((signal.SIGSTOP, STALL_S + 4), (signal.SIGCONT, 4)):
                 for pid in ranks:
                     os.kill(pid, sent)
                 time.sleep(wait)
