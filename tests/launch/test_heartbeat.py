@@ -94,7 +94,7 @@ class Run:
                     self.statuses[rank].now(running="the update of bucket 3")
                 try:
                     heartbeat._beat()
-                    heartbeat._check()
+                    heartbeat._check(self.clock.now)
                 except Ended as end:
                     self.ended[rank] = (self.clock.now, str(end))
 
@@ -161,13 +161,13 @@ def test_one_process_alone_may_compile_long_but_not_for_ever(timeout, allowed, c
     status = RankStatus(since=clock.now)
     heartbeat = Heartbeat(status, PipelineShape(2, 4), timeout)
     clock.now += allowed - 1
-    heartbeat._check()
+    heartbeat._check(clock.now)
     status.now()
     clock.now += allowed - 1
-    heartbeat._check()
+    heartbeat._check(clock.now)
     clock.now += 2
     with pytest.raises(Ended, match=r"is compiling.*the longest time without a sign"):
-        heartbeat._check()
+        heartbeat._check(clock.now)
 
 
 def test_every_rank_is_told_of_one_that_stopped(clock):
