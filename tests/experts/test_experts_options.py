@@ -29,7 +29,7 @@ def test_kinds_of_layers_that_alternate_are_one_loop():
     assert {name.split(".")[2] for name in stack.own} == {"0", "1"}
     assert stack.own["blocks.every.1.mlp.router.kernel"] == ("blocks.1.mlp.router.kernel", "blocks.3.mlp.router.kernel")
     odd = grids.model_on(replace(shape, layers=3), grids.lay(GridShape()))
-    with pytest.raises(UserError, match=r"3 layers.*a multiple of 2"):
+    with pytest.raises(UserError, match=r"model.layers = 3: to scan layers, at least 4, a multiple of 2"):
         stack_layers(odd, split_module(odd))
 
 
