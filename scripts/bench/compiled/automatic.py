@@ -132,8 +132,8 @@ class _Constrained(nnx.Module):
     def __init__(self, layer: Linear, out: NamedSharding):
         self.layer, self.out = layer, out
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(self.layer(x), self.out)
+    def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer(x, key), self.out)
 
 
 class _ConstrainedEmbedding(nnx.Module):
