@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from axonn_jax.documents import look_at
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.options import DerivedSize
 from axonn_jax.terminal import columns, wrapped
 
 T = TypeVar("T")
@@ -226,17 +227,22 @@ def default_of(field: "Field[Any]") -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the text under each field of a dataclass and its bases, as one line."""
+def field_docs(cls: Any) -> dict[str, str]:
+    """Return the text under each field of a dataclass and its bases; of a field `of` another one the text there."""
     docs: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if not is_dataclass(owner):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    for owner in filter(is_dataclass, reversed(cls.__mro__)):
+        source = inspect.getsource(owner)  # type: ignore[arg-type]
+        (tree,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(tree, ast.ClassDef)
         for field, text in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    for own in fields(cls):
+        if of := own.metadata.get("of"):
+            default = next(f.default for f in fields(of) if f.name == own.name)
+            plain = default is not MISSING and not isinstance(default, DerivedSize)
+            shown = str(default).lower() if isinstance(default, bool) else default
+            docs[own.name] = field_docs(of)[own.name] + (f" Default: {shown}, or the preset's." if plain else "")
     return docs
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -90,14 +91,37 @@ Count = Annotated[int, Range(f"an integer from 1 to {_INT32}", 1, _INT32)]
 CountOrZero = Annotated[int, Range(f"an integer from 0 to {_INT32}", 0, _INT32)]
 Seed = Annotated[int, Range(f"an integer from 0 to {_UINT32}", 0, _UINT32)]
 Positive = Annotated[float, _POSITIVE]
-PositiveOrNone = Annotated[float | None, _POSITIVE]
 NotNegative = Annotated[float, Range("a finite number of at least 0", 0, math.inf, open_high=True)]
-NotNegativeOrNone = Annotated[float | None, Range("a finite number of at least 0", 0, math.inf, open_high=True)]
 Density = Annotated[float, Range("a number above 0 and at most 1", 0, 1, open_low=True)]
 Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
 Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
 Probability = Annotated[float, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
-ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
+
+
+class DerivedSize(int):
+    """A size that follows from others, and goes on doing so in `dataclasses.replace`."""
+
+
+DERIVED = DerivedSize(0)
+"""Size that is left out and follows from others."""
+
+
+class Settings:
+    """Table of settings, a dataclass whose types and ranges are checked when one is made, by TOML and from Python.
+
+    Numbers of numpy become Python's, and paths texts. Raises ``UserError`` for another type, or a value out of range.
+    """
+
+    table = ""
+    """Name of the table in errors."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for key, (hint, _) in _fields(kind).items():
+            value = getattr(self, key)
+            if not isinstance(value, DerivedSize):
+                value = value.item() if hasattr(value, "item") else str(value) if isinstance(value, Path) else value
+                object.__setattr__(self, key, _typed(hint, value, f"{self.table}.{key}", False))
 
 
 def mlp_inputs(kind: Mlp) -> int:
@@ -147,15 +171,14 @@ def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) ->
 
 
 def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
-    note, origin = None, get_origin(kind)
-    if origin is Annotated:
-        kind, note = get_args(kind)
-        origin = get_origin(kind)
-    if origin in (Union, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         if value is None and NoneType in get_args(kind):
             return None
         kind = not_none(kind)
-        origin = get_origin(kind)
+    note = None
+    if get_origin(kind) is Annotated:
+        kind, note = get_args(kind)
+    origin = get_origin(kind)
     if is_dataclass(kind):
         return _built(kind, value, name, closed)
     inner = get_args(kind)
@@ -165,7 +188,7 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
             raise UserError(name, value, f"one of {', '.join(str(choice) for choice in inner if choice != '')}{hint}")
         return value
     if origin is tuple:
-        if type(value) is not list:
+        if type(value) not in (list, tuple):
             raise UserError(name, value, "a list")
         return tuple(_typed(inner[0], entry, f"{name}[{at}]", closed) for at, entry in enumerate(value))
     if origin is not None:  # Mapping

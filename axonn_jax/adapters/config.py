@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import CountOrZero, Positive, Probability, typed
+from axonn_jax.options import CountOrZero, Positive, Probability, Settings, typed
 
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 """Projections of a block: to queries, keys, values, from attention, and those of the MLP."""
@@ -18,8 +18,10 @@ IDENTITY = ("rank", "alpha", "targets", "rslora")
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Low-rank adapters (LoRA): they alone are trained, beside the frozen weights of `checkpoint.weights`."""
+
+    table = "lora"
 
     rank: CountOrZero = 0
     """Rank of every adapter. 0: no adapters, all weights are trained."""

@@ -7,15 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import Count, CountOrZero
+from axonn_jax.options import Count, CountOrZero, Settings
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 @dataclass(frozen=True)
-class GoldfishConfig:
+class GoldfishConfig(Settings):
     """Targets left out of the training loss, so that documents which are often repeated are not memorised."""
+
+    table = "goldfish"
 
     k: CountOrZero = 0
     """Share of the targets that does not count: one of k, chosen by a hash, the same in every epoch; 0: none."""

@@ -1,16 +1,17 @@
 """Sizes of a mixture of experts, and how tokens choose; no jax."""
 
-import math
 from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divides, divisors
-from axonn_jax.options import Dispatch, NotNegative, Positive, Router
+from axonn_jax.options import Dispatch, NotNegative, Positive, Router, Settings
 
 
 @dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(Settings):
     """Training of experts; used where model.experts is set."""
+
+    table = "moe"
 
     balance_weight: NotNegative = 0.001
     """Weight of the balance loss, per sequence and layer: in the gradients, not in the reported loss. transformers'
@@ -76,15 +77,7 @@ class ExpertShape:
         if not 1 <= self.per_token <= self.experts:
             accepted = f"an integer from 1 to model.experts = {self.experts}"
             raise UserError("model.experts_per_token", self.per_token, accepted)
-        if self.every < 1:
-            raise UserError("model.moe_every", self.every, "an integer of at least 1")
-        if self.first < 0:
-            raise UserError("model.moe_first", self.first, "an integer of at least 0")
-        if self.shared < 0:
-            raise UserError("model.shared_experts", self.shared, "an integer of at least 0")
-        if not 0 < self.scale < math.inf:
-            raise UserError("model.router_scale", self.scale, "a number above 0")
-        if self.groups < 1 or self.experts % self.groups:
+        if self.experts % self.groups:
             legal = ", ".join(map(str, divisors(self.experts)))
             raise UserError("model.router_groups", self.groups, f"a divisor of model.experts: {legal}")
         if not 1 <= self.groups_kept <= self.groups:

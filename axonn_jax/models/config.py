@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import inf, lcm
-from types import MappingProxyType
-from typing import Literal, get_args, get_origin
+from math import lcm
+from typing import Annotated
 
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import ExpertShape
@@ -12,132 +11,139 @@ from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.rope import Rope
 from axonn_jax.ops.costs import forward_flops, matmul_flops, parameters
-from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router, mlp_inputs
+from axonn_jax.options import (
+    DERIVED,
+    Bias,
+    Count,
+    CountOrZero,
+    DerivedSize,
+    Mlp,
+    Norm,
+    NotNegative,
+    Positions,
+    Positive,
+    Probability,
+    Range,
+    RopeScaling,
+    Router,
+    Settings,
+    mlp_inputs,
+)
 from axonn_jax.tensor.kernel_choice import AttentionRule
 
-MOST = MappingProxyType(
-    {
-        "layers": 10_000,
-        "hidden": 2**20,
-        "heads": 2**16,
-        "kv_heads": 2**16,
-        "ffn": 2**22,
-        "vocab": 2**24,
-        "seq_len": 2**27,
-        "head_dim": 2**16,
-        "window": 2**27,
-        "window_period": 10_000,
-        "score_dim": 2**16,
-        "rope_original_seq_len": 2**27,
-        "experts": 2**16,
-        "expert_ffn": 2**22,
-        "shared_experts": 2**10,
-    }
-)
-"""Largest sizes: ten times or more those of any published model, and checked in seconds."""
-_MAY_BE_ZERO = ("window", "window_period", "rope_original_seq_len", "experts", "shared_experts")
+
+def _size(most: int, least: int = 1) -> Range:
+    """Range of a size: up to ten times or more that of any published model, so that it is checked in seconds."""
+    return Range(f"an integer of at least {least} and at most {most:,}", least, most)
 
 
-class DerivedSize(int):
-    """A size that follows from others, and goes on doing so in `dataclasses.replace`."""
+Layers = Annotated[int, _size(10_000)]
+Width = Annotated[int, _size(2**20)]
+Heads = Annotated[int, _size(2**16)]
+Tokens = Annotated[int, _size(2**27)]
+TokensOrZero = Annotated[int, _size(2**27, 0)]
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Settings):
     """Every size and choice that defines a decoder-only transformer.
 
     Raises ``UserError`` on construction when a field is out of range or two fields contradict each other.
     """
 
-    layers: int
-    """Number of transformer blocks."""
-    hidden: int
-    """Width of the residual stream (features a token)."""
-    heads: int
-    """Number of query heads; divides `hidden`, where `head_dim` is left out."""
-    kv_heads: int
-    """Number of key/value heads; divides `heads` (equal to it: multi-head, fewer: grouped-query)."""
-    ffn: int
-    """Width of the feed-forward layer."""
-    vocab: int
-    """Size of the vocabulary (rows of the embedding table)."""
-    seq_len: int
-    """Longest sequence in tokens."""
+    layers: Layers
+    """Number of transformer blocks. Required without a preset."""
+    hidden: Width
+    """Width of the residual stream (features a token). Required without a preset."""
+    heads: Heads
+    """Number of query heads; divides `hidden` unless `head_dim` is given. Required without a preset."""
+    kv_heads: Heads
+    """Number of key/value heads; divides `heads`. Default: as many as `heads`, or the preset's."""
+    ffn: Annotated[int, _size(2**22)]
+    """Width of the feed-forward layer. Default: 4 `hidden`, or the preset's."""
+    vocab: Annotated[int, _size(2**24)]
+    """Size of the vocabulary, above the largest token of the data. Default: the preset's, else the tokenizer's."""
+    seq_len: Tokens
+    """Tokens a sequence. Required without a preset."""
     positions: Positions = "learned"
     """Positions of tokens: a learned table, or rotary embeddings of queries and keys."""
     norm: Norm = "layernorm"
-    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight, as Gemma's."""
+    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma)."""
     mlp: Mlp = "gelu"
-    """Feed-forward: two matmuls around GELU (tanh form) or squared ReLU, or three, gated by SiLU (swiglu) or GELU."""
+    """Feed-forward: two matmuls around GELU (tanh form) or squared ReLU (relu2), or three, gated by SiLU (swiglu) or
+    GELU (geglu)."""
     bias: Bias = "all"
-    """Linear layers with biases: all, those to queries, keys and values, or none; True is all, False none."""
+    """Linear layers with biases: all, qkv (those to queries, keys and values), none."""
     tied: bool = True
     """Use the embedding table as the output projection."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout on the embedding and on both branches of a block (not on attention weights)."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the variance under the square root of a norm."""
-    rope_theta: float = 10_000.0
+    rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of initial weights; output layers of a block take it over sqrt(2 layers)."""
-    head_dim: int = DerivedSize(0)
-    """Features of one head; default: hidden / heads."""
+    head_dim: Heads = DERIVED
+    """Features of one head. Default: hidden / heads, or the preset's."""
     qk_norm: bool = False
-    """Apply an RMSNorm to each head's queries and keys before they are rotated, as in Qwen3."""
+    """Apply an RMSNorm to each head's queries and keys before they are rotated (Qwen3)."""
     embedding_scale: bool = False
-    """Multiply embeddings by sqrt(hidden), as in Gemma."""
-    window: int = 0
+    """Multiply embeddings by sqrt(hidden) (Gemma)."""
+    window: TokensOrZero = 0
     """Tokens seen by a token: the last ones, itself included; 0: all."""
-    window_period: int = 0
-    """Number of layers of which the last has no window; 0: all have it."""
-    attention_cap: float = 0.0
-    """Soft cap of attention's scores, which become cap tanh(score / cap); 0: none."""
-    logits_cap: float = 0.0
-    """Soft cap of logits; 0: none."""
-    score_dim: int = DerivedSize(0)
-    """Number by whose root attention's scores are divided, where positions are rotary; default: `head_dim`."""
+    window_period: Annotated[int, _size(10_000, 0)] = 0
+    """Number of layers of which the last has no window (Gemma 2: 2); 0: all have it."""
+    attention_cap: NotNegative = 0.0
+    """Soft cap of attention's scores, which become cap tanh(score / cap) (Gemma 2); 0: none."""
+    logits_cap: NotNegative = 0.0
+    """Soft cap of logits (Gemma 2); 0: none."""
+    score_dim: Heads = DERIVED
+    """Number by whose root attention's scores are divided, where positions are rotary. Default: `head_dim`, or the
+    preset's."""
     post_norms: bool = False
-    """Normalise the result of each half of a block too, as in Gemma 2."""
+    """Normalise the result of each half of a block too (Gemma 2)."""
     rope_scaling: RopeScaling = "none"
     """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
-    rope_factor: float = 1.0
-    """Largest factor of the scaling."""
-    rope_low_freq_factor: float = 1.0
+    rope_factor: Positive = 1.0
+    """Factor of the scaling."""
+    rope_low_freq_factor: Positive = 1.0
     """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Positive = 4.0
     """llama3: turns above which a frequency stays."""
-    rope_original_seq_len: int = 0
+    rope_original_seq_len: TokensOrZero = 0
     """llama3, yarn: tokens of the sequences trained on first."""
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Positive = 32.0
     """yarn: turns in `rope_original_seq_len` above which a frequency stays."""
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Positive = 1.0
     """yarn: turns below which a frequency is divided by the whole factor."""
-    rope_attention_factor: float = 0.0
-    """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
+    rope_attention_factor: NotNegative = 0.0
+    """Factor on rotated queries and keys (yarn); 0: 0.1 ln(rope_factor) + 1."""
 
-    experts: int = 0
+    experts: Annotated[int, _size(2**16, 0)] = 0
     """Feed-forward layers in the place of one, of which each token takes a few; 0: one for all tokens."""
-    experts_per_token: int = 2
+    experts_per_token: Count = 2
     """Number of experts that each token chooses."""
-    expert_ffn: int = DerivedSize(0)
-    """Width of an expert; default: `ffn`."""
-    moe_every: int = 1
+    expert_ffn: Annotated[int, _size(2**22)] = DERIVED
+    """Width of an expert. Default: `ffn`, or the preset's."""
+    moe_every: Count = 1
     """Interval of blocks with experts; the others have one feed-forward layer."""
-    moe_first: int = 0
+    moe_first: CountOrZero = 0
     """First block with experts, counted from 0."""
-    shared_experts: int = 0
+    shared_experts: Annotated[int, _size(2**10, 0)] = 0
     """Experts that every token takes."""
     router: Router = "softmax"
     """Function of the router's scores: their softmax over all experts, or each score's sigmoid (DeepSeek-V3)."""
     router_norm: bool = True
     """Make the weights of a token's choices add up to 1."""
-    router_scale: float = 1.0
+    router_scale: Positive = 1.0
     """Factor on the weights of a token's choices."""
-    router_groups: int = 1
+    router_groups: Count = 1
     """sigmoid: groups of experts, of which a token first chooses some by the sum of each one's best two."""
-    router_groups_kept: int = 1
+    router_groups_kept: Count = 1
     """Number of groups that a token chooses."""
+
+    table = "model"
 
     def __post_init__(self) -> None:
         if isinstance(self.bias, bool):
@@ -148,20 +154,7 @@ class ModelShape:
             object.__setattr__(self, "score_dim", DerivedSize(self.head_dim))
         if isinstance(self.expert_ffn, DerivedSize):
             object.__setattr__(self, "expert_ffn", DerivedSize(self.ffn))
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if get_origin(f.type) is Literal and value not in get_args(f.type):
-                raise UserError(f"model.{f.name}", value, "one of " + ", ".join(get_args(f.type)))
-            least = 0 if f.name in _MAY_BE_ZERO else 1
-            if f.name in MOST and not least <= value <= MOST[f.name] and not isinstance(value, DerivedSize):
-                accepted = f"an integer of at least {least} and at most {MOST[f.name]:,}"
-                raise UserError(f"model.{f.name}", value, accepted)
-        for name in ("norm_eps", "rope_theta", "init_std"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
-        for name in ("attention_cap", "logits_cap"):
-            if not 0 <= getattr(self, name) < inf:
-                raise UserError(f"model.{name}", getattr(self, name), "a number above 0, or 0 for none")
+        super().__post_init__()
         if self.window_period and (self.window_period == 1 or not self.window):
             raise UserError("model.window_period", self.window_period, "at least 2, with model.window above 0")
         if self.positions != "rope" and self.score_dim != self.head_dim:
@@ -172,8 +165,6 @@ class ModelShape:
             raise UserError("model.heads", self.heads, _divisors("a divisor of hidden", self.hidden, self.heads))
         if self.heads % self.kv_heads:
             raise UserError("model.kv_heads", self.kv_heads, _divisors("a divisor of heads", self.heads, self.kv_heads))
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError("model.dropout", self.dropout, "a probability of at least 0 and below 1")
         if self.positions == "rope" and self.head_dim % 2:
             if not derived:
                 raise UserError("model.head_dim", self.head_dim, "an even number, which rotary positions need")

@@ -1,27 +1,17 @@
 """The model of a run: named sizes from the literature, and the `[model]` table that changes them; without jax."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import (
-    AttentionKernel,
-    Bias,
-    Mlp,
-    Norm,
-    NotNegativeOrNone,
-    Positions,
-    PositiveOrNone,
-    ProbabilityOrNone,
-    RopeScaling,
-    Router,
-    typed,
-)
+from axonn_jax.options import AttentionKernel, Settings, typed
+
+T = TypeVar("T")
 
 
 @cache
@@ -57,107 +47,35 @@ OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
 """Prefixes of the fields that only models with experts have."""
 
 
+def _with_sizes(cls: type[T]) -> type[T]:
+    """Return a table with all fields of `ModelShape` too, None where they are left out, behind its first one."""
+    hints = get_type_hints(ModelShape, include_extras=True)
+    first, *others = cls.__annotations__.items()
+    cls.__annotations__ = dict([first, *((f.name, hints[f.name] | None) for f in fields(ModelShape)), *others])
+    for f in fields(ModelShape):
+        setattr(cls, f.name, field(default=None, metadata={"of": ModelShape}))
+    return cls
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+@_with_sizes
+class ModelConfig(Settings):
     """The model: a preset, a preset with some sizes changed, or all sizes."""
 
     preset: str | None = None
     """Name of a published model (docs/train.md lists them); the fields below change its sizes."""
-    layers: int | None = None
-    """Number of transformer blocks. Required without a preset."""
-    hidden: int | None = None
-    """Width of the residual stream (features a token). Required without a preset."""
-    heads: int | None = None
-    """Number of query heads; divides `hidden` unless `head_dim` is given. Required without a preset."""
-    kv_heads: int | None = None
-    """Number of key/value heads; divides `heads`. Default: as many as `heads`, or the preset's."""
-    ffn: int | None = None
-    """Width of the feed-forward layer. Default: 4 `hidden`, or the preset's."""
-    vocab: int | None = None
-    """Size of the vocabulary, above the largest token of the data. Default: the preset's, else the tokenizer's."""
-    seq_len: int | None = None
-    """Tokens a sequence. Required without a preset."""
-    positions: Positions | None = None
-    """Positions of tokens: a learned table, or rotary embeddings. Default: learned, or the preset's."""
-    norm: Norm | None = None
-    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Default:
-    layernorm, or the preset's."""
-    mlp: Mlp | None = None
-    """Feed-forward: two matmuls around GELU or squared ReLU (relu2), or three, gated by SiLU (swiglu) or GELU (geglu).
-    Default: gelu, or the preset's."""
-    bias: Bias | None = None
-    """Linear layers with biases: all, qkv (those to queries, keys and values), none. Default: all, or the preset's."""
-    tied: bool | None = None
-    """Use the embedding table as the output projection. Default: true, or the preset's."""
-    dropout: ProbabilityOrNone = None
-    """Dropout on the embedding and on both branches of a block. Default: 0."""
-    norm_eps: PositiveOrNone = None
-    """Added to the variance under the square root of a norm. Default: 1e-5."""
-    rope_theta: PositiveOrNone = None
-    """Base of the rotary frequencies. Default: 10000, or the preset's."""
-    init_std: PositiveOrNone = None
-    """Standard deviation of initial weights. Default: 0.02."""
-    head_dim: int | None = None
-    """Features of one head. Default: hidden / heads, or the preset's."""
-    qk_norm: bool | None = None
-    """Apply an RMSNorm to each head's queries and keys before they are rotated (Qwen3). Default: false."""
-    embedding_scale: bool | None = None
-    """Multiply embeddings by sqrt(hidden) (Gemma). Default: false."""
-    window: int | None = None
-    """Tokens seen by a token: the last ones, itself included. Default or 0: all."""
-    window_period: int | None = None
-    """Number of layers of which the last has no window (Gemma 2: 2). Default or 0: all have it."""
-    attention_cap: NotNegativeOrNone = None
-    """Soft cap of attention's scores, which become cap tanh(score / cap) (Gemma 2). Default or 0: none."""
-    logits_cap: NotNegativeOrNone = None
-    """Soft cap of logits (Gemma 2). Default or 0: none."""
-    score_dim: int | None = None
-    """Number by whose root attention's scores are divided. Default: `head_dim`, or the preset's."""
-    post_norms: bool | None = None
-    """Normalise the result of each half of a block too (Gemma 2). Default: false."""
-    rope_scaling: RopeScaling | None = None
-    """Scaling of rotary frequencies for sequences longer than those of the first training. Default: none."""
-    rope_factor: PositiveOrNone = None
-    """Factor of the scaling. Default: 1."""
-    rope_low_freq_factor: PositiveOrNone = None
-    """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor. Default: 1."""
-    rope_high_freq_factor: PositiveOrNone = None
-    """llama3: turns above which a frequency stays. Default: 4."""
-    rope_original_seq_len: int | None = None
-    """llama3, yarn: tokens of the sequences trained on first."""
-    rope_beta_fast: PositiveOrNone = None
-    """yarn: turns above which a frequency stays. Default: 32."""
-    rope_beta_slow: PositiveOrNone = None
-    """yarn: turns below which a frequency is divided by the whole factor. Default: 1."""
-    rope_attention_factor: NotNegativeOrNone = None
-    """Factor on rotated queries and keys (yarn). Default, or 0: 0.1 ln(rope_factor) + 1."""
-    experts: int | None = None
-    """Feed-forward layers in the place of one, of which each token takes a few. Default: one, or the preset's."""
-    experts_per_token: int | None = None
-    """Number of experts that each token chooses. Default: 2, or the preset's."""
-    expert_ffn: int | None = None
-    """Width of an expert. Default: `ffn`, or the preset's."""
-    moe_every: int | None = None
-    """Interval of blocks with experts; the others have one feed-forward layer. Default: 1."""
-    moe_first: int | None = None
-    """First layer with experts, counted from 0. Default: 0."""
-    shared_experts: int | None = None
-    """Experts that every token takes. Default: 0."""
-    router: Router | None = None
-    """Function of the router's scores: their softmax over all experts, or each score's sigmoid (DeepSeek-V3). Default:
-    softmax."""
-    router_norm: bool | None = None
-    """Make the weights of a token's choices add up to 1. Default: true."""
-    router_scale: PositiveOrNone = None
-    """Factor on the weights of a token's choices. Default: 1."""
-    router_groups: int | None = None
-    """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Default: 1."""
-    router_groups_kept: int | None = None
-    """Number of groups that a token chooses. Default: 1."""
     attention: AttentionKernel = "auto"
     """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
     without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
     accelerators a run's first lines say which, and why."""
+
+    table = "model"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of `ModelShape` that are not left out."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(ModelShape)}
+        return {name: value for name, value in sizes.items() if value is not None}
 
     def shape(self, default_vocab: int | None = None) -> ModelShape:
         """Return the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
@@ -165,11 +83,7 @@ class ModelConfig:
         Raises:
             UserError: the preset is unknown, a required field is missing, or a size is not possible.
         """
-        given: dict[str, Any] = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("preset", "attention") and getattr(self, f.name) is not None
-        }
+        given = self.given
         if self.preset is not None:
             base = preset(self.preset)
             # Sizes that follow from another one in the preset keep following it.

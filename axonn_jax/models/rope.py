@@ -35,14 +35,9 @@ class Rope:
     """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
 
     def check(self) -> None:
-        """Raise ``UserError`` for numbers out of range, or that contradict each other."""
+        """Raise ``UserError`` for numbers that contradict each other."""
         if self.scaling == "none":
             return
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise UserError(f"model.rope_{name}", value, "a number above 0")
-        if not 0 <= self.attention_factor < math.inf:
-            raise UserError("model.rope_attention_factor", self.attention_factor, "a number of at least 0")
         if self.scaling != "linear" and not self.original_seq_len:
             accepted = f"the tokens of the sequences trained on first, which {self.scaling} needs"
             raise UserError("model.rope_original_seq_len", self.original_seq_len, accepted)

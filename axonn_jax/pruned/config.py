@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import Count, CountOrZero, Density, PruneMethod, PruneScope, Seed, Share
+from axonn_jax.options import Count, CountOrZero, Density, PruneMethod, PruneScope, Seed, Settings, Share
 
 
 @dataclass(frozen=True)
-class PruneConfig:
+class PruneConfig(Settings):
     """Pruning of the blocks' kernels: entries outside the mask are zero and stay zero (SAMO)."""
+
+    table = "prune"
 
     density: Density = 1.0
     """Share of entries that is kept. 1: no pruning."""

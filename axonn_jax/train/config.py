@@ -27,6 +27,7 @@ from axonn_jax.options import (
     ScanLayers,
     Schedule,
     Seed,
+    Settings,
     Share,
     Zero,
     amount_of_bytes,
@@ -38,8 +39,10 @@ LOCK = "run.lock"
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Source of the tokens."""
+
+    table = "data"
 
     path: str
     """Directory written by `axonn-jax prepare`, relative to the current directory."""
@@ -50,8 +53,10 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """Optimization: steps, batch, optimizer and learning rate."""
+
+    table = "train"
 
     steps: Count = 1000
     """Optimizer steps of the whole run."""
@@ -99,8 +104,10 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Settings):
     """Schedule of microbatches through the stages; used where grid.pipe is above 1."""
+
+    table = "pipeline"
 
     policy: PipelinePolicy = "message"
     """Order of a stage's tasks: by arrival of their inputs (message), or a fixed order."""
@@ -121,8 +128,10 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Settings):
     """Memory of the device: state and activations kept there, and their precision."""
+
+    table = "memory"
 
     precision: Precision = "auto"
     """Precision of computation and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
@@ -163,8 +172,10 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
-class TensorConfig:
+class TensorConfig(Settings):
     """Computation and communication of layers that are split over grid.x, grid.y and grid.z."""
+
+    table = "tensor"
 
     sub_batches: CountOrZero = 0
     """Equal parts of a microbatch's sequences on a device; matmuls of one part run beside all-reduces of another. 0:
@@ -188,8 +199,10 @@ class TensorConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """Checkpoints of a run; see docs/checkpoints.md."""
+
+    table = "checkpoint"
 
     every: CountOrZero = 0
     """Steps between checkpoints, written while training goes on; 0: only at the end and on a signal to stop."""
@@ -210,8 +223,10 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Settings):
     """Files of a run."""
+
+    table = "log"
 
     dir: str = "runs/{name}"
     """Run directory; {name} stands for the config file's name without .toml."""

@@ -249,7 +249,7 @@ class Checkpoints:
             "global_batch": config.train.global_batch,
             "data.seed": config.data.seed,
             "train.seed": config.train.seed,
-            "model.seq_len": config.model.seq_len,
+            "model.seq_len": config.model.shape().seq_len,
             "data": self._data,
             "config": to_toml(config),
             **self._lora,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
@@ -21,7 +21,6 @@ from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
-from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
@@ -49,7 +48,6 @@ def check(config: Config) -> Config:
     Raises:
         UserError: a value is out of range, contradicts another or the data, or names something unusable.
     """
-    _check_ranges(config)
     for name in ("data.path", "log.dir", *_FROM, "prune.mask_file", "train.sample_prompts"):
         look_at(name, attrgetter(name)(config))
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
@@ -59,7 +57,7 @@ def check(config: Config) -> Config:
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
     config = replace(config, lora=_lora_of(config))
-    if config.model.preset is not None or config.model.vocab is not None:
+    if config.model.preset is not None or "vocab" in config.model.given:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
     shape = config.model.shape(default_vocab=manifest.vocab)
@@ -104,16 +102,6 @@ def _with_steps(train: TrainConfig, rows: int) -> TrainConfig:
     if train.warmup > train.steps:
         raise UserError("train.warmup", train.warmup, f"at most train.steps, which is {train.steps}")
     return train
-
-
-def _check_ranges(config: Config) -> None:
-    for table in fields(config):
-        values = getattr(config, table.name)
-        for key, hint in get_type_hints(type(values), include_extras=True).items():
-            value = getattr(values, key)
-            for note in get_args(hint) if get_origin(hint) is Annotated and value is not None else ():
-                if isinstance(note, Range):
-                    note.check(f"{table.name}.{key}", value)
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:

@@ -1,10 +1,11 @@
 """The configuration's tables: defaults, shapes, checks, text that reads back, and the reference made from them."""
 
+import math
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -135,34 +136,35 @@ def test_log_directory_may_exist(config, tmp_path):
 # Text
 
 
-def optional(strategy):
-    return st.none() | strategy
-
-
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 words = text.filter(lambda word: "," not in word)  # of lists, as a flag has them
-numbers = st.floats(allow_nan=False)
-integers = st.integers(-(2**63), 2**63 - 1)
 
 
 def values(cls):
-    """Every value the types of a table allow, in range or not."""
+    """Every value that the types of a table allow."""
 
-    def of(annotation, name):
-        arguments = getattr(annotation, "__args__", ())
+    def of(annotation):
+        arguments = get_args(annotation)
+        if get_origin(annotation) is Annotated:
+            kind, note = arguments
+            ends = {"min_value": note.low, "max_value": None if note.high == math.inf else note.high}
+            if kind is int:
+                return st.integers(**ends)
+            return st.floats(**ends, exclude_min=note.open_low, exclude_max=note.open_high and note.high != math.inf,
+                             allow_infinity=False)  # fmt: skip
         if get_origin(annotation) is tuple:
             return st.lists(words, min_size=1, max_size=3).map(tuple)
         if type(None) in arguments:
-            return optional(of(arguments[0], name))
+            return st.none() | of(arguments[0])
         if arguments:
             return st.sampled_from(arguments)
-        return {int: integers, float: numbers, bool: st.booleans(), str: text}[annotation]
+        return {bool: st.booleans(), str: text}[annotation]
 
     if cls is GridShape:
         sizes = st.integers(1, MOST_DEVICES)
         return st.builds(GridShape, **{f.name: sizes for f in fields(GridShape)})
-    hints = get_type_hints(cls)
-    return st.builds(cls, **{f.name: of(hints[f.name], f.name) for f in fields(cls)})
+    hints = get_type_hints(cls, include_extras=True)
+    return st.builds(cls, **{f.name: of(hints[f.name]) for f in fields(cls)})
 
 
 configs = st.builds(Config, **{name: values(cls) for name, cls in get_type_hints(Config).items()})
