@@ -13,11 +13,13 @@ from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
 from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 EPS = float(np.finfo(np.float32).eps)
@@ -94,6 +96,15 @@ def model_on(shape: ModelShape, grid: Grid, **layout) -> Transformer:
     return parts.merge(params)
 
 
+def program_of(parts, grid: Grid, dtype="float32", sums="float32", **options) -> StageProgram:
+    """The program of a model's gradients; `options` are of [memory], or the program's own."""
+    memory = MemoryConfig(
+        **{name: options.pop(name) for name in ("activations", "reshard_after", "bucket") if name in options}
+    )
+    dtypes = Precisions(jnp.dtype(dtype), jnp.dtype("float32"), jnp.dtype(sums))
+    return StageProgram(parts, grid, dtypes, memory, **options)
+
+
 def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=False, layout=None, **options):
     """Gradients, under the layers' own names, loss and norm of two microbatches of `model_on`.
 
@@ -103,7 +114,7 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     model = model_on(shape, grid, **(layout or {}))
     made = split_module(model)
     stack = stack_layers(model, made) if scanned else unstacked(made)
-    program = StageProgram(stack.parts, grid, jnp.dtype(dtype), **options)
+    program = program_of(stack.parts, grid, dtype, **options)
     params = stack.join(made.params, grid.mesh)
     batch = jax.device_put(tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     key = jax.random.key(3) if shape.dropout else None

@@ -2,60 +2,33 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.memory.forms import Chosen, FormArray, FormChoice, Forms, Weights
 from axonn_jax.memory.host_arrays import on_device, replicated
-from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
+from axonn_jax.memory.offload import OffloadedOptimizer
+from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer
 from axonn_jax.memory.optimizer_traits import owner, with_hyperparams
-from axonn_jax.memory.report import StateBytes, all_finite, counted, report
+from axonn_jax.memory.report import all_finite, counted, report
 from axonn_jax.models.stacked import Stack
 from axonn_jax.state.frozen import FrozenWeights
 from axonn_jax.state.scanned import stack_state, unstack_params, unstack_state
-from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.params import Params
 
 Read = Callable[[State], State]
 """Function of shapes, types and layouts by name -> arrays that have these."""
 
 
-class Placement(Protocol):
-    """Place of masters and optimizer state: on the devices (`DeviceOptimizer`) or in host memory
-    (`OffloadedOptimizer`)."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Mesh of the parameters."""
-
-    @property
-    def state_specs(self) -> Specs:
-        """Layouts of gradients, masters and optimizer state."""
-
-    def start(self, params: Params, extra: Params = ..., *, owned: bool = True) -> ModelState:
-        """Return the first state of float32 parameters, or of their trained values."""
-
-    def restored(self, masters: Params, optimizer: Any, extra: Params = ..., *, owned: bool = False) -> ModelState:
-        """Return the state with these masters and this optax state."""
-
-    def masters(self, model: ModelState) -> Params:
-        """Return the float32 weights by name, or their trained values."""
-
-    def opt_state(self, model: ModelState) -> Any:
-        """Return the optax state."""
-
-    def program(self, model: ModelState) -> Apply:
-        """Return the update as a program of its own."""
-
-    def bytes(self) -> StateBytes:
-        """Return the bytes of one device and its host, by formula."""
-
+Placement = DeviceOptimizer | OffloadedOptimizer
+"""Place of masters and optimizer state: on the devices, or in host memory."""
 
 Build = Callable[[Forms | None], tuple[Stack, Placement]]
 """Function of the parameters' forms (None: all are plain arrays) -> how layers are stacked, and the placement."""

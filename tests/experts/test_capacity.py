@@ -22,7 +22,7 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.config import MemoryConfig, PipelineConfig
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.trainer import Trainer
 
@@ -96,7 +96,7 @@ def communicated(layers, activations):
     axes, shape = GridShape(1, 1, 1, 2, expert=2), replace(grids.MIXTRAL, layers=layers)
     grid = grids.lay(axes)
     parts = split_module(grids.model_on(shape, grid, moe=MoeConfig(dispatch="capacity")))
-    program = StageProgram(parts, grid, jnp.dtype("float32"), activations)
+    program = StageProgram(parts, grid, memory=MemoryConfig(activations=activations))
     tokens = jax.ShapeDtypeStruct((1, 8, shape.seq_len + 1), jnp.int32, sharding=program.batch_sharding())
     text = jax.jit(program.gradients).lower(parts.params, tokens, None).as_text()
     reduced = re.findall(r"stablehlo\.all_reduce.*?-> tensor<([\dx]+)xf32>", text, re.S)

@@ -11,6 +11,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.memory.remat import check_activations
 from axonn_jax.options import Activations
 from axonn_jax.tensor.params import split_module
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 
@@ -29,7 +30,7 @@ def test_layers_are_computed_again_where_a_policy_says_so():
     rows = jax.ShapeDtypeStruct((1, 2, grids.GPT.seq_len + 1), jnp.int32)
 
     def recomputed(activations):
-        program = StageProgram(parts, grid, jnp.dtype("float32"), activations)
+        program = StageProgram(parts, grid, memory=MemoryConfig(activations=activations))
         return str(jax.make_jaxpr(program.gradients)(parts.params, rows, None)).count("policy=None")
 
     # activation functions are computed again whatever the policy

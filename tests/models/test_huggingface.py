@@ -78,7 +78,7 @@ def build(family: str, axes: GridShape) -> tuple[StageProgram, dict[str, jax.Arr
     shape.check_grid(axes)
     with jax.set_mesh(grid.mesh):
         parts = split_module(Transformer(shape, rngs=nnx.Rngs(0), moe=UNBALANCED))
-    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    program = StageProgram(parts, grid)
     weights = from_huggingface(under(family, "weights/"), shape)
     assert weights.keys() == parts.params.keys()
     assert {k: a.shape for k, a in weights.items()} == {k: a.shape for k, a in parts.params.items()}

@@ -21,7 +21,6 @@ from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.engines.program import StageProgram
 
 GPT = replace(grids.GPT, seq_len=16)
 LLAMA = replace(grids.LLAMA, heads=8, window=5)
@@ -40,7 +39,7 @@ def gradients(shape, axes, rows, *, scanned=False, comm=None, **options):
     model = grids.model_on(shape, grid, packed=True, **({} if comm is None else {"comm": comm}))
     made = split_module(model)
     stack = stack_layers(model, made) if scanned else unstacked(made)
-    program = StageProgram(stack.parts, grid, jnp.dtype("float32"), **options)
+    program = grids.program_of(stack.parts, grid, **options)
     batch = jax.device_put(rows.reshape(2, -1, rows.shape[1]), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(stack.join(made.params, grid.mesh), batch, None)
     return (

@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_the_plain_models(monkeypatch, model, axes, bytes
     shape, grid = SHAPES[model], grids.lay(axes)
     parts = split_module(fit_vocabulary(whole_model(shape), axes))
     params = {name: jax.device_put(p, NamedSharding(grid.mesh, parts.specs[name])) for name, p in parts.params.items()}
-    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    program = StageProgram(parts, grid)
     tokens = grids.tokens(PRIME, 2, 8, shape.seq_len)
     grads, loss, norm = jax.jit(program.gradients)(params, jax.device_put(tokens, program.batch_sharding()), None)
     found = {name: np.asarray(grad, np.float64) for name, grad in grads.items()}

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.memory.precision import precisions
 from axonn_jax.models import Transformer
 from axonn_jax.tensor.params import split_module
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,8 +247,8 @@ def test_the_parity_programs_lower_for_cuda(kind):
     shape = parity_shape(kind, quick=True)
     parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
     grid = build_grid(GridShape(), jax.devices()[:1])
-    for dtype, activations in ((jnp.float32, "none"), (jnp.bfloat16, "full"), (jnp.bfloat16, "dots")):
-        program = StageProgram(parts, grid, jnp.dtype(dtype), activations)
+    for dtype, activations in (("fp32", "none"), ("bf16", "full"), ("bf16", "dots")):
+        program = StageProgram(parts, grid, precisions(dtype), MemoryConfig(activations=activations))
         tokens = jax.ShapeDtypeStruct((2, 2, shape.seq_len + 1), np.int32)
         params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention does not live up to the suite's "strict"

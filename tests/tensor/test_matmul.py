@@ -24,7 +24,6 @@ from axonn_jax.tensor.linear import Linear, matmul_4d, with_layouts
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, matmul, multiply, products
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
-from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.matmul_layouts import local_products
 
 P = jax.sharding.PartitionSpec
@@ -177,7 +176,7 @@ def results(model, axes, layouts_for, *, scanned=False, **options):
     abstract = with_layouts(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), layouts_for(wanted))
     parts = split_module(abstract)
     stack = stack_layers(parts.merge(made.params), made) if scanned else None
-    program = StageProgram(stack.parts if stack else parts, grid, jnp.dtype("float32"), **options)
+    program = grids.program_of(stack.parts if stack else parts, grid, **options)
     params = stack.join(made.params, grid.mesh) if stack else made.params
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
@@ -233,7 +232,7 @@ def dots(closed, found):
 def test_the_products_listed_are_those_of_the_program(model, axes):
     shape, grid = grids.MODELS[model], grids.lay(axes)
     parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    program = grids.program_of(parts, grid)
     batch = jax.ShapeDtypeStruct((2, 8, shape.seq_len + 1), jnp.int32)
     traced = dots(jax.make_jaxpr(program.gradients)(parts.params, batch, None).jaxpr, [])
     listed = local_products(shape, axes, 8 // axes.batch_shards * shape.seq_len, "float32")

@@ -24,7 +24,7 @@ def lowered(accumulate, *, apart=False):
     shape, grid = grids.GPT, grids.lay(Z)
     dtypes = precisions("bf16", accumulate, separate_masters=apart)
     parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    program = StageProgram(parts, grid, dtypes.compute, sums=dtypes.grad_dtype)
+    program = StageProgram(parts, grid, dtypes)
     sharding = program.shardings()
     params = {n: jax.ShapeDtypeStruct(p.shape, dtypes.weights, sharding=sharding[n]) for n, p in parts.params.items()}
     tokens = jax.ShapeDtypeStruct((2, 4, shape.seq_len + 1), jnp.int32, sharding=program.batch_sharding())

@@ -5,7 +5,6 @@ from itertools import product
 
 import grids
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -140,7 +139,7 @@ def test_global_norm_counts_every_parameter_once():
     """The norm of the returned gradients, taken on the host, is the norm the program returned."""
     shape, grid = grids.GPT, grids.lay(GridShape(data=2, z=2, y=2))
     parts = split_module(grids.model_on(shape, grid))
-    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    program = StageProgram(parts, grid)
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, _, norm = jax.jit(program.gradients)(parts.params, batch, None)
     want = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in grads.values()))

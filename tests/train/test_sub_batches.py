@@ -10,14 +10,14 @@ from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.overlap.op_cost import axes_of, is_collective
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.engines.program import StageProgram, exposed
+from axonn_jax.train.engines.program import exposed
 
 
 def test_replicas_add_up_beside_the_last_microbatchs_backward_pass():
     """Of a step as large as people run: bytes of reductions over `data` that a matmul still follows."""
     shape, grid = preset("gpt-1.3b", layers=4, vocab=8192), grids.lay(grids.GridShape(1, 2, 2, 2, 1))
     parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    program = StageProgram(parts, grid, jnp.dtype("bfloat16"), bucket=4_000_000, sub_batches=2, ordered=True)
+    program = grids.program_of(parts, grid, "bfloat16", bucket=4_000_000, sub_batches=2, ordered=True)
     tokens = jax.ShapeDtypeStruct((2, 16, shape.seq_len + 1), jnp.int32)
     (region,) = jax.make_jaxpr(program.gradients)(parts.params, tokens, None).jaxpr.eqns
     eqns = region.params["jaxpr"].eqns

@@ -27,7 +27,7 @@ class OffloadedStep:
     def __init__(self, step: TrainStep, program: StageProgram, resident: int | None):
         self.step, self.program = step, program
         self.update = OffloadedOptimizer(step.update, resident=resident)
-        plain = step.clip == 0.0 and not step.precisions.scaled and program.token_axes == BATCH_AXES
+        plain = step.clip == 0.0 and not program.precisions.scaled and program.token_axes == BATCH_AXES
         measured_first = program.zero or bool(program.parts.loads or program.parts.adapters)
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 

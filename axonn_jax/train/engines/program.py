@@ -1,7 +1,7 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,15 +17,14 @@ from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
-from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
+from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Counts, Model
 from axonn_jax.models.stacked import Stacked
-from axonn_jax.options import ReshardAfter
 from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
-from axonn_jax.tensor.params import Params, Specs, evaluating, global_norm, square_sum
+from axonn_jax.tensor.params import Params, evaluating, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
     MaybeGathered,
@@ -38,8 +37,6 @@ from axonn_jax.tensor.weight_gather import (
     training,
 )
 from axonn_jax.train.engines.on_mesh import BATCH_SPEC, OnMesh, StepResults
-
-_FLOAT32 = jnp.dtype("float32")
 
 
 def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
@@ -68,22 +65,9 @@ def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
 class StageProgram(OnMesh):
     """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
 
-    activations: str = "none"
-    """Activation policy of the backward pass (`memory.remat`)."""
-    bucket: int = 16_000_000
-    sub_batches: int = 1
+    sub_batches: int = field(default=1, kw_only=True)
     """Parts of a microbatch's local rows that run side by side, to hide communication behind compute; 0: two on
     accelerators where that can help, else one."""
-    ordered: bool = False
-    """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
-    sums: jnp.dtype = _FLOAT32
-    """Dtype in which gradients add up, and are reduced over `z` and `data`."""
-    zero: bool = False
-    """True if gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
-    reshard_after: ReshardAfter = "forward"
-    """Time at which gathered weights are freed (docs/memory.md); "step" is "backward" where there is one microbatch."""
-    stacked: Collection[str] = ()
-    """Names of the parameters that stack all layers, with the layers' dim in front."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -93,13 +77,6 @@ class StageProgram(OnMesh):
     def sum_axes(self, name: str) -> tuple[str, ...]:
         """Return the axes over which a device's gradient of a parameter is a partial sum."""
         return self.parts.sum_axes(name, self.token_axes)
-
-    @property
-    def grad_specs(self) -> Specs:
-        """Layout of every gradient, the same as its parameter's, or with ZeRO split over `data` too."""
-        if not self.zero:
-            return super().grad_specs
-        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
 
     @property
     def counts(self) -> Counts | None:
@@ -185,9 +162,9 @@ class StageProgram(OnMesh):
 
     def _loss_sum(self, params: MaybeGathered | Weights, batch: jax.Array, key: DropoutKey | None) -> jax.Array:
         model = self._model(params)
-        run_layer = layer_runner(model, self.activations, regather=self.reshard_after == "forward")
+        run_layer = layer_runner(model, self.memory.activations, regather=self.memory.reshard_after == "forward")
         parts = sub_batches_of(self.sub_batches, self.grid.shape, batch.shape[0])
-        return batch_loss(model, batch, self.dtype, key, run_layer, parts)
+        return batch_loss(model, batch, self.precisions.compute, key, run_layer, parts)
 
     def _local_gradients(
         self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
@@ -197,7 +174,7 @@ class StageProgram(OnMesh):
         def reduced(sums: Params) -> Params:
             # The order found has buckets one after the other as gradients come.
             in_turn = not self._last_apart
-            return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.sum_axes, in_turn=in_turn)
+            return reduce_gradients(sums, *layouts, self.memory.bucket, self.grid.mesh, self.sum_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
         counted = {name: grad for name, grad in grads.items() if name not in self.parts.loads}
@@ -219,18 +196,19 @@ class StageProgram(OnMesh):
         """
         # Varying over the axes that split tokens, on purpose: autodiff then leaves gradients unreduced over them (the
         # gather of a z-sharded kernel reduce-scatters over z), and the sum over microbatches costs no communication.
-        shards = {name: mark_varying(trained(p, self.sums), self.sum_axes(name)) for name, p in params.items()}
+        sum_dtype = self.precisions.grad_dtype
+        shards = {name: mark_varying(trained(p, sum_dtype), self.sum_axes(name)) for name, p in params.items()}
         count = tokens.shape[0]
-        once = self.reshard_after == "step" and count > 1
+        once = self.memory.reshard_after == "step" and count > 1
         held: MaybeGathered = {**shards}
         if once:
             plain = {name: shards[name] for name, p in params.items() if isinstance(p, jax.Array)}
-            held |= gather_params(plain, self.parts.specs, self.dtype)
+            held |= gather_params(plain, self.parts.specs, self.precisions.compute)
         own = {name: held.pop(name) for name in self.parts.trained}
         # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
         several = count > 1 and not once
         layers = f"{self._model(params).layer_list}."
-        wholes = gather_once(shards, self.parts.specs, self.dtype, layers) if several else {}
+        wholes = gather_once(shards, self.parts.specs, self.precisions.compute, layers) if several else {}
         # None of these has a gradient.
         frozen = {name: GatheredWeight(wholes.pop(name)) if name in wholes else value for name, value in held.items()}
         targets = self._targets(tokens)
@@ -239,11 +217,11 @@ class StageProgram(OnMesh):
             key_here = None if key is None else DropoutKey(key, microbatch=index)
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
-                held = training(params, as_gathered(p, wholes, self.parts.specs), self.sums)
+                held = training(params, as_gathered(p, wholes, self.parts.specs), sum_dtype)
                 loss = self._loss_sum({**held, **frozen}, batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
-            p = cast_for_reduction(self.sums, p, self.parts.specs)
+            p = cast_for_reduction(sum_dtype, p, self.parts.specs)
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
             return loss, grads
 
@@ -269,7 +247,7 @@ class StageProgram(OnMesh):
             return loss, finished(plus(sums, grads))
 
         def zero(name: str, p: Any) -> Any:
-            dtype = _FLOAT32 if name in self.parts.roles else self.sums
+            dtype = self.precisions.sums_of(name)
             return jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, dtype), compat.varying_axes(p)), p)
 
         zeros = {name: zero(name, p) for name, p in own.items()}

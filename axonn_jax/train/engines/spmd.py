@@ -125,7 +125,7 @@ class SpmdEngine:
     def _begin(self, forms: Forms | None) -> tuple[Stack, Placement]:
         """Make the programs of a step on parameters in these forms; nothing is compiled."""
         stack, self.program, self._step = self._build(forms)
-        self.precisions, self.parts = self._step.precisions, stack.per_layer
+        self.precisions, self.parts = self.program.precisions, stack.per_layer
         offloads = self._memory.offload != "none"
         self.offloaded = OffloadedStep(self._step, self.program, self._memory.resident_bytes) if offloads else None
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}

@@ -17,7 +17,7 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
-from axonn_jax.memory.precision import FULL, Precisions, Scale, first_scale, next_scale, on_mesh, precisions
+from axonn_jax.memory.precision import Precisions, Scale, first_scale, next_scale, on_mesh, precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.protocol import check_model
@@ -29,7 +29,7 @@ from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.params import Params, SplitModule, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
-from axonn_jax.train.engines.on_mesh import GradientProgram
+from axonn_jax.train.engines.on_mesh import OnMesh
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
@@ -56,13 +56,10 @@ class TrainState(NamedTuple):
 class TrainStep:
     """Gradients, clipping and the optimizer's update as one function on global arrays."""
 
-    program: GradientProgram
+    program: OnMesh
     optimizer: optax.GradientTransformation
     clip: float = 0.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    precisions: Precisions = FULL
-    bucket: int = 16_000_000
-    """Elements gathered together over `data`, where masters are split over it."""
     separate: bool = False
     """True if the optimizer's weights are not those that layers read."""
 
@@ -110,11 +107,12 @@ class TrainStep:
         shapes, specs = program.state_shapes, program.parts.specs
         layouts = ({name: specs[name] for name in shapes}, program.grad_specs)
         mesh, forms = program.grid.mesh, program.forms
-        return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, self.precisions, self.bucket, forms)
+        bucket = program.memory.bucket
+        return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, program.precisions, bucket, forms)
 
     def first_scale(self) -> Scale:
         """The count of skipped steps that a run starts with, and the loss scale."""
-        return on_mesh(first_scale(scaled=self.precisions.scaled), self.program.grid.mesh)
+        return on_mesh(first_scale(scaled=self.program.precisions.scaled), self.program.grid.mesh)
 
     def jitted(self) -> Any:
         """Return the step under `jax.jit`, with the state donated and its layout kept."""
@@ -147,7 +145,7 @@ class TrainStep:
 
     def abstract(self) -> TrainState:
         """Shapes and layouts of the state."""
-        scale = first_scale(scaled=self.precisions.scaled)
+        scale = first_scale(scaled=self.program.precisions.scaled)
         scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
         carried = {
             name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding)
@@ -233,19 +231,15 @@ def build_step(
     program = StageProgram(
         stack.parts,
         grid,
-        dtypes.compute,
-        memory.activations,
-        memory.bucket,
-        tensor.sub_batches,
-        ordered,
-        dtypes.grad_dtype,
-        zero,
-        memory.reshard_after,
-        stack.own,
+        replace(dtypes, wide=frozenset(stack.parts.roles)),
+        memory,
+        zero=zero,
+        ordered=ordered,
+        stacked=stack.own,
         forms=None if forms is None else forms.over_layers(stack.own),
+        sub_batches=tensor.sub_batches,
     )
-    dtypes = replace(dtypes, wide=frozenset(stack.parts.roles))
-    return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
+    return stack, program, TrainStep(program, per_layer(optimizer, stack), clip)
 
 
 def compile_abstract(

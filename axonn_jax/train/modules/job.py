@@ -94,14 +94,14 @@ def loss_job(
     apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
     def program(forms: Forms | None, dtypes: Precisions, **options: Any) -> LossProgram:
-        given = (dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype)
-        return LossProgram(parts, grid, *given, forms=forms, carried=state, **options)
+        given = {"model": apart, "weight": weight, "forms": forms, "carried": state}
+        return LossProgram(parts, grid, dtypes, memory, **given, **options)
 
     def build(forms: Forms | None) -> tuple[Stack, LossProgram, TrainStep]:
         zero, _, dtypes = masters(memory, grid, apart=forms is not None)
         made = program(forms, dtypes, zero=zero, way=proof.way)
         separate = dtypes.master_weights or zero or offloads or forms is not None
-        return unstacked(parts), made, TrainStep(made, optimizer, clip, dtypes, memory.bucket, separate)
+        return unstacked(parts), made, TrainStep(made, optimizer, clip, separate)
 
     batches = TreeBatches(grid, microbatches)
     proof = Proof(rows, program(None, dtypes), batches)

@@ -1,7 +1,7 @@
 """Program of the gradients of any Flax model: of replicas side by side, or of the rows of all replicas as one."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.pooling import with_sliced_pooling
 from axonn_jax.memory.forms import Weights
-from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
+from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK
@@ -50,28 +50,14 @@ class LossProgram(OnMesh):
     rows of all replicas, and autodiff reduces gradients in each microbatch.
     """
 
-    model: Apart
-    weight: Weight | None = None
-    bucket: int = 16_000_000
-    sums: jnp.dtype = jnp.dtype(jnp.float32)  # noqa: RUF009
-    """Dtype in which gradients add up, and are reduced over `data`."""
-    zero: bool = False
-    """True if gradients are scattered over `data` (ZeRO-1)."""
-    way: Way = "parts"
+    model: Apart = field(kw_only=True)
+    weight: Weight | None = field(default=None, kw_only=True)
+    way: Way = field(default="parts", kw_only=True)
 
-    ordered = False
-    """The order of computation is XLA's."""
     sub_batches = 1
     """Rows of a microbatch run together."""
     token_axes = ("data",)
     """Axes over which gradients add up; the layers have added them up over `z`."""
-
-    @property
-    def grad_specs(self) -> Specs:
-        """Layout of every gradient, the same as its parameter's, or with ZeRO split over `data` too."""
-        if not self.zero:
-            return self.parts.specs
-        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh)
 
     def results(
         self, params: Weights, carried: Params, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
@@ -93,7 +79,7 @@ class LossProgram(OnMesh):
         def reduce(total: jax.Array, sums: Params, aux: Any) -> Any:
             own = {name: value[0] for name, value in sums.items()}
             layouts = (self.parts.specs, self.grad_specs)
-            grads = reduce_gradients(own, *layouts, self.bucket, self.grid.mesh, lambda name: ("data",))
+            grads = reduce_gradients(own, *layouts, self.memory.bucket, self.grid.mesh, lambda name: ("data",))
             loss, aux = jax.tree.map(lambda value: all_reduce(value[0], ("data",)), (total, aux))
             return grads, global_norm(grads, self.grad_specs), loss, aux
 
@@ -265,7 +251,7 @@ class LossProgram(OnMesh):
             return (total + result.loss, sums, {**state, **result.carried}), aux
 
         shapes = {} if formed is None else self.state_shapes
-        sums = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in shapes.items()}
+        sums = {name: self._laid(name, jnp.zeros(shape, self.precisions.grad_dtype)) for name, shape in shapes.items()}
         microbatches, total, state = (jnp.arange(shares.shape[0]), shares, rows_of(batch)), jnp.zeros(()), carried
         if shares.shape[0] > 1:  # a loop carries parameters that calls write, too; all parts read those of the step
             first = jax.tree.map(lambda value: value[0], microbatches)
@@ -281,7 +267,7 @@ class LossProgram(OnMesh):
             grads = {name: jnp.where(share != 0, grad, 0) for name, grad in grads.items()}
         if self.forms is not None:
             grads |= self.forms.values({name: weight.holding(grads[name]) for name, weight in formed.items()})
-        return {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
+        return {name: self._laid(name, sums[name] + grads[name].astype(self.precisions.grad_dtype)) for name in sums}
 
     def _laid(self, name: str, value: jax.Array) -> jax.Array:
         return value if self._manual else self._constrained(value, self.parts.specs[name])

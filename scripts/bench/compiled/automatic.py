@@ -5,7 +5,7 @@ the plain ones (`tensor.collectives`); parameters and batch are laid out exactly
 activations are constrained to the layouts that they have there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,13 +29,14 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.packed import inputs_of, values_of
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.models.transformer import Block, Transformer
-from axonn_jax.options import AttentionKernel, Precision
+from axonn_jax.options import Activations, AttentionKernel, Precision
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, swapped
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.params import Params, split_module
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.engines.step import TrainStep, abstract
 
@@ -44,13 +45,7 @@ from axonn_jax.train.engines.step import TrainStep, abstract
 class AutomaticProgram(OnMesh):
     """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `TrainStep`."""
 
-    constraints: Constraints = "layers"
-    activations: str = "none"
-
-    @property
-    def ordered(self) -> bool:
-        """The order of computation is XLA's."""
-        return False
+    constraints: Constraints = field(default="layers", kw_only=True)
 
     def results(
         self, params: Params, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
@@ -87,7 +82,7 @@ class AutomaticProgram(OnMesh):
         model: Any = self.parts.merge(params)
         if self.constraints == "layers":
             self._constrain_layers(model)
-        run_layer = layer_runner(model, self.activations)
+        run_layer = layer_runner(model, self.memory.activations)
         dropout_key = None if key is None else DropoutKey(key)
 
         def constrained(x: jax.Array) -> jax.Array:
@@ -98,7 +93,7 @@ class AutomaticProgram(OnMesh):
             return constrained(run_layer(block, (constrained(x),), key)[0])
 
         # Of all logits: parts of the tokens are parts of a device's own tokens, and here there are only global arrays.
-        x = values_of(model.embed(inputs_of(model, batch), self.dtype, dropout_key))
+        x = values_of(model.embed(inputs_of(model, batch), self.precisions.compute, dropout_key))
         x = run_layers(model.blocks, run_block, x)
         return jnp.mean(cross_entropy(model.logits(x), batch[:, 1:]))
 
@@ -204,7 +199,7 @@ def compile_automatic(
     microbatches: int = 1,
     clip: float = 1.0,
     precision: Precision = "fp32",
-    activations: str = "none",
+    activations: Activations = "none",
     attention: AttentionKernel | Tiles = "auto",
 ) -> jax.stages.Compiled:
     """As `step.compile_abstract`, by automatic partitioning.
@@ -213,5 +208,5 @@ def compile_automatic(
     """
     model, batch = abstract(shape, grid, sequences, microbatches, attention=attention)
     dtypes = precisions(precision)
-    program = AutomaticProgram(split_module(model), grid, dtypes.compute, activations=activations)
-    return TrainStep(program, optimizer, clip, dtypes).compiled(*batch)
+    program = AutomaticProgram(split_module(model), grid, dtypes, MemoryConfig(activations=activations))
+    return TrainStep(program, optimizer, clip).compiled(*batch)

@@ -198,16 +198,17 @@ def _abstract(work: StepSpec, way: Way) -> "tuple[TrainStep, TrainStep]":
 def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -> "tuple[TrainStep, TrainStep]":
     """The explicit step and the automatic one, with AdamW and clipping, of these parts."""
     import jax
-    import jax.numpy as jnp
     import optax
     from compiled.automatic import AutomaticProgram
 
+    from axonn_jax.train.config import MemoryConfig
     from axonn_jax.train.engines.program import StageProgram
     from axonn_jax.train.engines.step import TrainStep
 
-    laid, dtype = build_grid(work.grid, jax.devices()[: work.grid.devices]), jnp.dtype("float32")
-    explicit = StageProgram(parts[0], laid, dtype, way.activations, reshard_after=way.reshard_after)
-    automatic = AutomaticProgram(parts[1], laid, dtype, way.constraints, way.activations)
+    laid = build_grid(work.grid, jax.devices()[: work.grid.devices])
+    memory = MemoryConfig(activations=way.activations, reshard_after=way.reshard_after)
+    explicit = StageProgram(parts[0], laid, memory=memory)
+    automatic = AutomaticProgram(parts[1], laid, memory=memory, constraints=way.constraints)
     return TrainStep(explicit, optax.adamw(1e-3), 1.0), TrainStep(automatic, optax.adamw(1e-3), 1.0)
 
 

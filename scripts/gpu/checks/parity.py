@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.memory.precision import precisions
 from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.tensor.params import SplitModule, split_module
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 from checks import attention, promises
 from checks.report import Emit, Row, attempt
@@ -92,9 +93,9 @@ class Subject:
         return Result(float(loss), float(norm), {name: np.asarray(g) for name, g in gradients.items()})
 
     def _compile(self, device: jax.Device, dtype: str, activations: Any, kernel: Any) -> Callable[[], Any]:
-        program = StageProgram(
-            self._parts(kernel), build_grid(GridShape(), [device]), jnp.dtype(getattr(jnp, dtype)), activations
-        )
+        dtypes = precisions("fp32" if dtype == "float32" else "bf16")
+        grid = build_grid(GridShape(), [device])
+        program = StageProgram(self._parts(kernel), grid, dtypes, MemoryConfig(activations=activations))
         params = jax.device_put(self.weights, program.shardings())
         tokens = jax.device_put(self.tokens, program.batch_sharding())
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
