@@ -1,9 +1,10 @@
 """Small exchanges between processes through host memory: texts, flags, sums of numbers, and arrays of two stages."""
 
+import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,12 +167,20 @@ def host_sync(grid: Grid) -> HostSync:
     return JaxSync(grid)
 
 
-def packed(error: UserError) -> str:
-    """A ``UserError`` as a text that travels between processes."""
-    return "\0".join((error.field, str(error.value), error.accepted))
+@contextlib.contextmanager
+def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None]:
+    """Run a part in which each process may fail, and raise the first one's error on all of them.
 
-
-def agree(sync: HostSync, fault: str) -> None:
-    """Raise the same ``UserError`` on all processes where one has a fault."""
+    Args:
+        sync: Connection of the processes, all of which must run the part.
+        kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
+    """
+    fault = ""
+    try:
+        yield
+    except kind as error:
+        fault = (
+            "\0".join((error.field, str(error.value), error.accepted)) if isinstance(error, UserError) else str(error)
+        )
     if faults := [text for text in sync.gather(fault) if text]:
-        raise UserError(*faults[0].split("\0", 2))
+        raise kind(*(faults[0].split("\0", 2) if kind is UserError else faults[:1]))

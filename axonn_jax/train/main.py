@@ -16,7 +16,7 @@ from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
 from axonn_jax.channels.choose import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
-from axonn_jax.distributed.host_sync import HostSync, host_sync
+from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.launch import World
 from axonn_jax.documents import Held, held, in_sight, made
@@ -195,10 +195,5 @@ def verify_data(path: str, sync: HostSync) -> None:
         if content_there != everyone[0][2]:
             raise UserError("data.path", path, f"the same data on every process; ranks 0 and {rank} differ")
     sharing = [rank for rank, (file, _, _) in enumerate(everyone) if file == which]
-    fault = ""
-    try:
+    with together(sync):
         Manifest.load(path).verify(share=(sharing.index(sync.rank), len(sharing)))
-    except UserError as error:
-        fault = error.accepted
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise UserError("data.path", path, faults[0])

@@ -19,7 +19,7 @@ from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.data.tokenize import alike
-from axonn_jax.distributed.host_sync import HostSync, agree, host_sync, packed
+from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
@@ -213,19 +213,15 @@ class Checkpoints:
 
         A line says where the data is of another tokenizer than that of the base, a pretrained directory or a run.
         """
-        fault, data = "", self._config.data.path
-        if self._sync.rank == 0:
-            try:
-                if source.is_dir():
-                    keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
-                if not alike(base, Path(data), "checkpoint.weights"):
-                    self._say(
-                        f"warning: {data} was prepared with another tokenizer than that of {base}; "
-                        f"`axonn-jax prepare --tokenizer {base}` takes it"
-                    )
-            except UserError as error:
-                fault = packed(error)
-        agree(self._sync, fault)
+        data = self._config.data.path
+        with together(self._sync):
+            if self._sync.rank == 0 and source.is_dir():
+                keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
+            if self._sync.rank == 0 and not alike(base, Path(data), "checkpoint.weights"):
+                self._say(
+                    f"warning: {data} was prepared with another tokenizer than that of {base}; "
+                    f"`axonn-jax prepare --tokenizer {base}` takes it"
+                )
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
         """Raise ``UserError`` if a resumed run has other seeds or data than before; all else may change."""

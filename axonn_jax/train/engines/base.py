@@ -11,7 +11,7 @@ from axonn_jax.adapters.merge import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load
-from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
 from axonn_jax.models.config import ModelShape
@@ -60,13 +60,8 @@ def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str
     """
     check_model(checkpoint, shape_of(engine), field)
     check_shapes(checkpoint, whole_sizes(engine), field, only=PARAMS)
-    fault = ""
-    try:
+    with together(sync, CorruptCheckpoint):
         load_whole(engine, lambda abstract: load(checkpoint, abstract))
-    except CorruptCheckpoint as error:
-        fault = str(error)
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise CorruptCheckpoint(faults[0])
 
 
 def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
@@ -135,14 +130,9 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
         names = rest | {dense: has[dense].shape for dense in sources.values()}
     check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
-    fault = ""
-    try:
+    with together(sync, CorruptCheckpoint):
         read = upcycled(lambda abstract: load(checkpoint, abstract), sources)
         engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
         if not weights_only:
             engine.steps_done = checkpoint.manifest.step
-    except CorruptCheckpoint as error:
-        fault = str(error)
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise CorruptCheckpoint(faults[0])
     return len(sources)

@@ -8,7 +8,7 @@ import jax
 
 from axonn_jax.adapters.peft import read_adapter
 from axonn_jax.checkpoint.naming import PARAMS
-from axonn_jax.distributed.host_sync import HostSync, agree, packed
+from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import check_shape
@@ -23,8 +23,7 @@ def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> N
     Adapters stay as they are. Raises ``UserError`` on all processes where one finds a fault, before anything of the
     engine's has changed.
     """
-    pretrained, fault = None, ""
-    try:
+    with together(sync):
         if shape := shape_of(engine):
             check_shape(shape, path, field)
         pretrained = Pretrained(path, field)
@@ -33,20 +32,13 @@ def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> N
         if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
             least = wrong[0].removeprefix(PARAMS)
             raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {least}")
-    except UserError as error:
-        fault = packed(error)
-    agree(sync, fault)
-    assert pretrained is not None
 
     def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
         loaded = load_into(pretrained, {name.removeprefix(PARAMS): want for name, want in abstract.items()})
         return {PARAMS + name: value for name, value in loaded.items()}
 
-    try:
+    with together(sync):  # a head may not be tied, in a shard of one process
         load_whole(engine, read)
-    except UserError as error:  # a head that is not tied, in a shard of this process
-        fault = packed(error)
-    agree(sync, fault)
 
 
 def take_adapter(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
@@ -54,13 +46,10 @@ def take_adapter(engine: Engine, path: Path, sync: HostSync, field: str) -> None
 
     Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
     """
-    shape, arrays, fault = shape_of(engine), dict[str, Any](), ""
+    shape = shape_of(engine)
     assert shape is not None
-    try:
+    with together(sync):
         arrays = {PARAMS + name: value for name, value in read_adapter(path, shape, field).arrays.items()}
-    except UserError as error:
-        fault = packed(error)
-    agree(sync, fault)
 
     def placed(name: str, want: Any) -> jax.Array:
         values = arrays[name].astype(want.dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonn_jax.checkpoint.naming import MASKS
-from axonn_jax.distributed.host_sync import HostSync, LocalSync, agree, host_sync, packed
+from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync, together
 from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Forms
 from axonn_jax.pruned.config import PruneConfig
@@ -209,17 +209,12 @@ def check_file(engine: Engine, sync: HostSync, config: PruneConfig) -> None:
     names = [name.removeprefix(MASKS) for name in engine.state_shapes() if name.startswith(MASKS)]
     state = engine.state()
     masks = {name: state[MASKS + name] for name in names if MASKS + name in state}
-    wanted, fault = {}, ""
-    try:
+    with together(sync):
         wanted = make_masks(config, masks, names)
-    except UserError as error:
-        fault = packed(error)
-    agree(sync, fault)
-    unlike = [name for name, mask in masks.items() if bool(_differ(wanted[name], mask.joined()))]
-    if unlike:
-        accepted = f"a file of the {_CHECKPOINT}; {len(unlike)} are not the same, such as that of {unlike[0]}"
-        fault = packed(UserError("prune.mask_file", config.mask_file, accepted))
-    agree(sync, fault)
+    with together(sync):
+        if unlike := [name for name, mask in masks.items() if bool(_differ(wanted[name], mask.joined()))]:
+            accepted = f"a file of the {_CHECKPOINT}; {len(unlike)} are not the same, such as that of {unlike[0]}"
+            raise UserError("prune.mask_file", config.mask_file, accepted)
 
 
 @jax.jit
