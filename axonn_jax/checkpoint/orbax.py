@@ -99,7 +99,8 @@ class OrbaxWriter:
             for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
                 progress(f"the checkpoint, lot {number + 1} of {len(lots)}")
                 arrays = {name: joined(state.pop(name)) for name in lot}
-                self._checkpointer.save(folder / part, args=ocp.args.PyTreeSave(arrays))
+                if arrays:  # none on a rank of the pipe that trains nothing, for which Orbax has no word
+                    self._checkpointer.save(folder / part, args=ocp.args.PyTreeSave(arrays))
                 if waits:
                     self._checkpointer.wait_until_finished()
         watched = copied >= WORTH_IT

@@ -49,6 +49,14 @@ def test_what_was_saved_is_read_on_another_grid(tmp_path):
     assert set(load(found, {"params.bias": wanted()["params.bias"]})) == {"params.bias"}
 
 
+def test_a_part_without_an_array_is_saved(tmp_path):
+    """A rank of the pipe has none where its layers have no adapters: Orbax refuses an empty tree."""
+    with saver(tmp_path) as made:
+        made.save(7, {}, {"position": 112})
+        assert made.settle() == ""
+    assert newest(tmp_path, LocalSync(), pytest.fail).manifest.arrays == {}
+
+
 def test_links_in_the_place_of_checkpoints_are_replaced_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
