@@ -1,13 +1,27 @@
-"""Balance of experts: the loss that evens out tokens per expert, and the loads."""
+"""Balance of experts: the loss that evens out tokens per expert, and the text and targets of rows that it counts."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from axonn_jax.experts.load import counted
-from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import ExpertShape
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, all_reduce, axis_size
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, all_reduce, axis_size, local_sequence
+
+
+class Packing(NamedTuple):
+    """Text and targets of a device's rows; every device along `y` has whole rows."""
+
+    text: jax.Array
+    """True for tokens of documents of which any token is trained on, [rows, seq]; all else is padding."""
+    targets: jax.Array
+    """Return the number of counted targets of each row, [rows] float32."""
+
+    def here(self, *, sequence_split: bool) -> jax.Array:
+        """`text` of the tokens of this device, [rows, seq/Gy] where the sequence is split; no collectives."""
+        return local_sequence(self.text, 1) if sequence_split else self.text
 
 
 def balance_loss(

@@ -50,7 +50,11 @@ def counted(choices: jax.Array, experts: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Loads:
-    """Counts of the experts' tokens among a step's gradients; a `models.protocol.Counts`."""
+    """Counts of the experts' tokens among a step's gradients.
+
+    They are sums over microbatches and devices that no loss depends on. So a layer measures a step and moves a
+    parameter of its own, in every engine and without a further collective.
+    """
 
     names: frozenset[str]
     """Parameters whose gradients are counts: the routers' biases."""

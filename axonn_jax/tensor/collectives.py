@@ -176,42 +176,42 @@ SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
 _SEQUENCE_DIM = 1  # of [batch, seq, features]
 
 
-def gather_sequence(x: jax.Array) -> jax.Array:
-    """All-gather [batch, seq/Gy, features] along its sequence dim over `y`.
+def gather_over(x: jax.Array, axis: str, dim: int, of: str = "") -> jax.Array:
+    """All-gather along `dim` over `axis`; for activation policies the result is `of` something, by default the axis.
 
     The transpose reduce-scatters. Bytes a device on a ring, either way: `(G-1)/G * size of the result * itemsize`.
     """
-    return _gather(x, SEQUENCE_AXIS, _SEQUENCE_DIM)
+    return x if axis_size(axis) == 1 else checkpoint_name(all_gather(x, axis, dim), f"{of or axis}_all_gather")
+
+
+def scatter_over(sums: jax.Array, axis: str, dim: int, of: str = "") -> jax.Array:
+    """Reduce-scatter partial sums along `dim` over `axis`; name and bytes as for the gather."""
+    if axis_size(axis) == 1:
+        return sums
+    return checkpoint_name(reduce_scatter(sums, axis, dim), f"{of or axis}_reduce_scatter")
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """All-gather [batch, seq/Gy, features] along its sequence dim over `y`; bytes and transpose as of `gather_over`."""
+    return gather_over(x, SEQUENCE_AXIS, _SEQUENCE_DIM)
 
 
 def scatter_sequence(sums: jax.Array) -> jax.Array:
     """Reduce-scatter partial sums [batch, seq, features] over `y` along the sequence dim; bytes as for the gather."""
-    return _scatter(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
+    return scatter_over(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
 
 
 def gather_features(x: jax.Array) -> jax.Array:
-    """All-gather [..., features/Gx] along its features over `x`; bytes and transpose as for `gather_sequence`."""
-    return _gather(x, FEATURE_AXIS, x.ndim - 1)
+    """All-gather [..., features/Gx] along its features over `x`; bytes and transpose as of `gather_over`."""
+    return gather_over(x, FEATURE_AXIS, x.ndim - 1)
 
 
 def scatter_features(sums: jax.Array) -> jax.Array:
     """Reduce-scatter partial sums [..., features] over `x` along the features; bytes as for the gather."""
-    return _scatter(sums, FEATURE_AXIS, sums.ndim - 1)
+    return scatter_over(sums, FEATURE_AXIS, sums.ndim - 1)
 
 
 def local_sequence(full: jax.Array, dim: int) -> jax.Array:
-    """Slices this device's part of a sequence dim that every device along `y` has in full; no collectives."""
+    """Return this device's part of a dim of tokens that every device along `y` has in full; no collectives."""
     size = full.shape[dim] // axis_size(SEQUENCE_AXIS)
     return lax.dynamic_slice_in_dim(full, axis_index(SEQUENCE_AXIS) * size, size, dim)
-
-
-def _gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    if axis_size(axis) == 1:
-        return x
-    return checkpoint_name(all_gather(x, axis, dim), f"{axis}_all_gather")
-
-
-def _scatter(sums: jax.Array, axis: str, dim: int) -> jax.Array:
-    if axis_size(axis) == 1:
-        return sums
-    return checkpoint_name(reduce_scatter(sums, axis, dim), f"{axis}_reduce_scatter")

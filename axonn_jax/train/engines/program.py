@@ -13,13 +13,14 @@ from axonn_jax import compat
 from axonn_jax.backend.repairs import after
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
+from axonn_jax.experts.load import Loads
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.models.packed import counted_targets
-from axonn_jax.models.protocol import Counts, Model
+from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
 from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
@@ -102,7 +103,7 @@ class StageProgram(OnMesh):
         return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
 
     @property
-    def counts(self) -> Counts | None:
+    def counts(self) -> Loads | None:
         """Meaning of the gradients that are counts."""
         return self._model(self.parts.params).counts(self.parts.loads)
 
