@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, targets_of
+from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, layers_of, targets_of
 from axonn_jax.adapters.export import Arrays
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
@@ -169,17 +169,13 @@ def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> No
 def _parts(shape: ModelShape, config: LoraConfig) -> Iterator[_Part]:
     """Yield all adapters of a model, layer by layer."""
     entries = {entry.ours: entry for entry in entries_of(shape)}
-    for layer in range(shape.layers):
-        for path, targets in places(shape, config, layer).items():
-            entry = entries[f"blocks.{layer}.{path}.kernel"]
-            assert isinstance(entry, TensorMap)
-            rows, columns = entry.size
-            if not entry.transposed:
-                raise UserError(
-                    "adapter", "a model of GPT-2's family", "one whose projections PEFT knows by _proj names"
-                )
-            names = {name.removesuffix(".weight"): (size[0], config.rank) for name, size in entry.theirs.items()}
-            b = replace(entry, size=(config.rank, columns), theirs=names)
-            theirs = dict(zip(PLACES[path], names, strict=True))
-            for number, target in enumerate(targets):
-                yield _Part(f"blocks.{layer}.{path}.adapter", number, theirs[target], b, rows)
+    for layer in layers_of(shape, config):
+        entry = entries[f"{layer.name}.kernel"]
+        assert isinstance(entry, TensorMap)
+        if not entry.transposed:
+            raise UserError("adapter", "a model of GPT-2's family", "one whose projections PEFT knows by _proj names")
+        names = {name.removesuffix(".weight"): (size[0], config.rank) for name, size in entry.theirs.items()}
+        b = replace(entry, size=layer.b, theirs=names)
+        theirs = dict(zip(PLACES[layer.path], names, strict=True))
+        for number, target in enumerate(layer.targets):
+            yield _Part(f"{layer.name}.adapter", number, theirs[target], b, layer.a[0])
