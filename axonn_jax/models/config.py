@@ -10,28 +10,19 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.declared.transformer import describe_alone
-from axonn_jax.models.rope import Rope
 from axonn_jax.ops.costs import forward_flops, matmul_flops, parameters
 from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router, mlp_inputs
 from axonn_jax.tensor.kernel_choice import AttentionRule
 
 MOST = MappingProxyType(
     {
-        "layers": 10_000,
         "hidden": 2**20,
-        "heads": 2**16,
-        "kv_heads": 2**16,
-        "ffn": 2**22,
         "vocab": 2**24,
-        "seq_len": 2**27,
-        "head_dim": 2**16,
-        "window": 2**27,
-        "window_period": 10_000,
-        "score_dim": 2**16,
-        "rope_original_seq_len": 2**27,
-        "experts": 2**16,
-        "expert_ffn": 2**22,
         "shared_experts": 2**10,
+        **dict.fromkeys(("layers", "window_period"), 10_000),
+        **dict.fromkeys(("heads", "kv_heads", "head_dim", "score_dim", "experts"), 2**16),
+        **dict.fromkeys(("ffn", "expert_ffn"), 2**22),
+        **dict.fromkeys(("seq_len", "window", "rope_original_seq_len"), 2**27),
     }
 )
 """Largest sizes: ten times or more those of any published model, and checked in seconds."""
@@ -100,7 +91,7 @@ class ModelShape:
     post_norms: bool = False
     """Normalise the result of each half of a block too, as in Gemma 2."""
     rope_scaling: RopeScaling = "none"
-    """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
+    """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope`)."""
     rope_factor: float = 1.0
     """Largest factor of the scaling."""
     rope_low_freq_factor: float = 1.0
@@ -179,14 +170,28 @@ class ModelShape:
                 raise UserError("model.head_dim", self.head_dim, "an even number, which rotary positions need")
             accepted = f"rotary positions need an even hidden/heads, this is {self.head_dim}"
             raise UserError("model.heads", self.heads, accepted)
-        if self.rope is not None:
-            self.rope.check()
-        elif self.rope_scaling != "none":
-            raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
+        if self.rope_scaling != "none":
+            self._check_scaling()
         if self.moe is not None:
             self.moe.check()
             if not self.routed_layers:
                 raise UserError("model.moe_first", self.moe_first, f"an integer below model.layers = {self.layers}")
+
+    def _check_scaling(self) -> None:
+        if self.positions != "rope":
+            raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            if not 0 < (value := getattr(self, f"rope_{name}")) < inf:
+                raise UserError(f"model.rope_{name}", value, "a number above 0")
+        if not 0 <= self.rope_attention_factor < inf:
+            raise UserError("model.rope_attention_factor", self.rope_attention_factor, "a number of at least 0")
+        if self.rope_scaling != "linear" and not self.rope_original_seq_len:
+            accepted = f"the tokens of the sequences trained on first, which {self.rope_scaling} needs"
+            raise UserError("model.rope_original_seq_len", self.rope_original_seq_len, accepted)
+        for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if not least < most:
+                raise UserError(f"model.{high}", most, f"a number above model.{low} = {least}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raise ``UserError`` unless every parameter and activation of the model divides over the grid."""
@@ -206,14 +211,6 @@ class ModelShape:
             raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
 
     @cached_property
-    def rope(self) -> Rope | None:
-        """Rotary embedding of queries and keys; None with learned positions."""
-        if self.positions != "rope":
-            return None
-        names = [f.name for f in fields(Rope)]
-        return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
-
-    @cached_property
     def moe(self) -> ExpertShape | None:
         """The experts of a layer that has some; None in a dense model."""
         if not self.experts:
@@ -224,10 +221,14 @@ class ModelShape:
             self.shared_experts, self.router, **chosen,
         )  # fmt: skip
 
+    def experts_of(self, layer: int) -> ExpertShape | None:
+        """Return the experts of a layer; None where it has one feed-forward layer."""
+        return self.moe if self.moe is not None and self.moe.is_routed(layer) else None
+
     @cached_property
     def routed_layers(self) -> int:
         """Number of layers with experts."""
-        return 0 if self.moe is None else self.moe.routed_layers(self.layers)
+        return 0 if self.moe is None else len(range(self.moe_first, self.layers, self.moe_every))
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """Return the rule of a layer's attention; the first layer's has all that any other one's has."""
@@ -270,10 +271,9 @@ class ModelShape:
     def layer_kinds(self) -> list[tuple[int, int]]:
         """One block of each kind, with experts and without, and how many there are."""
         routed = self.routed_layers
-        if self.moe is None or routed == 0:
-            return [(0, self.layers)]
-        dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)
-        return [(self.moe.first, routed), *([(dense, self.layers - routed)] if routed < self.layers else [])]
+        dense = next((layer for layer in range(self.layers) if self.experts_of(layer) is None), 0)
+        kinds = ((self.moe_first, routed), (dense, self.layers - routed))
+        return [(layer, count) for layer, count in kinds if count]
 
     def step_flops(self, batch: int, *, recompute: bool = False, frozen: bool = False) -> int:
         """Return the FLOPs of one training step over `batch` sequences; the backward pass counts twice the forward.
