@@ -29,20 +29,11 @@ def layer_norm(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
-    """Divide [..., features/G] by the root mean square over features split over `axis`; float32 inside.
+    """Divide [..., features/G] by the root mean square over features split over `axis` (empty: none); float32 inside.
 
     Collective: one all-reduce over `axis` of one float32 a row each way.
     """
     return _norm(x, scale, None, _Norm(eps, axis))
-
-
-def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide [batch, seq, heads, head_dim] by each head's root mean square, then scale; float32 inside.
-
-    `scale` [head_dim] is all heads': its gradient is all-reduced over the axes that split heads, 4 head_dim bytes a
-    microbatch.
-    """
-    return _norm(x, scale, None, _Norm(eps))
 
 
 class _Norm(NamedTuple):
@@ -159,5 +150,8 @@ class HeadNorm(nnx.Module):
         self.scale = constant_param((head_dim,), 1.0, P())
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, heads, head_dim] -> same; collectives as in `head_norm`."""
-        return head_norm(x, self.scale.get_value(), self.eps)
+        """[batch, seq, heads, head_dim] -> same, float32 inside.
+
+        The weight's gradient is all-reduced over the axes that split heads, 4 head_dim bytes a microbatch.
+        """
+        return rms_norm(x, self.scale.get_value(), self.eps, axis="")
