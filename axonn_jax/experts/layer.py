@@ -16,9 +16,10 @@ from axonn_jax.experts.grouped import grouped_mlp
 from axonn_jax.experts.router import Gate, Routing
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp, mlp_inputs
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 from axonn_jax.tensor.elementwise import activated
 from axonn_jax.tensor.params import normal_param
+from axonn_jax.tensor.weight_gather import gather_weight
 
 _INNER = ("y", "x")
 """Axes of the experts' inner features: nothing is communicated between an expert's matmuls."""

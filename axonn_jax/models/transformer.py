@@ -27,13 +27,14 @@ from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence
 from axonn_jax.tensor.elementwise import DropoutKey, activated, capped, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
+from axonn_jax.tensor.weight_gather import gather_weight
 
 FLOAT32 = jnp.dtype("float32")
 

@@ -8,12 +8,9 @@ layers, called outside a manual region, are the plain version.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -56,62 +53,6 @@ def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """
     new = tuple(axis for axis in live(axes) if axis not in compat.varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GatheredWeight:
-    """Weight gathered already, in place of its shard, for layers that several sub-batches share."""
-
-    value: jax.Array
-
-
-class WeightForm(Protocol):
-    """A weight's shard in another form, in its place in a module: a pytree, such as `pruned.weight.PrunedWeight`."""
-
-    def shard(self) -> jax.Array:
-        """Return the dense shard for a layer."""
-
-    def trained(self, dtype: jnp.dtype) -> jax.Array:
-        """Return the array, in `dtype`, whose gradient is that of the trained values."""
-
-    def holding(self, dense: jax.Array) -> "WeightForm":
-        """Return the form with another array, as of gradients, in the place of the dense one."""
-
-    def training(self, trained: jax.Array, dtype: jnp.dtype) -> "WeightForm":
-        """Return the form whose shard hands its gradient on to `trained`, reduced over `z` in `dtype`."""
-
-
-def gather_weight(w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, dim: int = 0) -> jax.Array:
-    """All-gather a weight shard, cast to `dtype`, along `dim` over `z`.
-
-    The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
-    off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
-    elements of the gathered weight * itemsize`, of `dtype` there and of the shard's on the way back.
-    """
-    if isinstance(w, GatheredWeight):
-        return w.value
-    if not isinstance(w, jax.Array):
-        w = w.shard()
-    if axis_size("z") == 1:
-        return w.astype(dtype)
-    return checkpoint_name(_gathered(w, jnp.dtype(dtype), dim), "z_all_gather")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
-    return lax.all_gather(w.astype(dtype), "z", axis=dim, tiled=True)
-
-
-def _gathered_forward(w: jax.Array, dtype: jnp.dtype, dim: int) -> tuple[jax.Array, jax.Array]:
-    return _gathered(w, dtype, dim), jnp.zeros((), w.dtype)
-
-
-def _gathered_backward(dtype: jnp.dtype, dim: int, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (reduce_scatter(g.astype(like.dtype), "z", dim),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:

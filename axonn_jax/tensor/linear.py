@@ -14,12 +14,10 @@ from axonn_jax.backend.repairs import over_rows
 from axonn_jax.ops.layers import Comm, TensorAxis
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
-    GatheredWeight,
     all_reduce,
     axis_size,
     gather_features,
     gather_sequence,
-    gather_weight,
     mark_varying,
     scatter_features,
     scatter_sequence,
@@ -28,6 +26,7 @@ from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
+from axonn_jax.tensor.weight_gather import GatheredWeight, gather_weight
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -144,16 +143,12 @@ def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
     return y + bias.astype(y.dtype)
 
 
-def _plus_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _plus(y, bias), bias
-
-
 def _plus_backward(bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     db = jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=jnp.float32)
     return dy, db.astype(bias.dtype)
 
 
-_plus.defvjp(_plus_forward, _plus_backward)
+_plus.defvjp(lambda y, bias: (_plus(y, bias), bias), _plus_backward)
 
 
 def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | None = None) -> list[jax.Array]:

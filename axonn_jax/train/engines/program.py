@@ -23,12 +23,13 @@ from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
-from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
+from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
 from axonn_jax.tensor.params import Params, Specs, evaluating, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
+    GatheredWeight,
     MaybeGathered,
     as_gathered,
     cast_for_reduction,
