@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.balance import Packing, balance_loss
 from axonn_jax.experts.capacity import by_capacity
 from axonn_jax.experts.dispatch import EXPERT_AXIS, drops_duplicates, gather_tokens, scatter_tokens
 from axonn_jax.experts.grouped import grouped_mlp
-from axonn_jax.experts.router import Gate, Routing
+from axonn_jax.experts.router import Gate, Packing, Routing, balance_loss
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp, mlp_inputs
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.errors import UserError
-from axonn_jax.experts.balance import Packing
+from axonn_jax.experts.router import Packing
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.protocol import Model
 from axonn_jax.tensor.attention import Documents

@@ -113,14 +113,12 @@ class Linear(nnx.Module):
         self.adapter = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them those of reading the stream.
+        """[..., in/Gin] -> [..., out/Gout]; collectives as in `column_parallel`, over `y` as in `matmul_4d`.
 
         An adapter drops features where `key` is given.
         """
-        if self.in_axis == "x" and self.comm == "sequence":
-            x = gather_sequence(x)
-        elif self.in_axis == "x" and self.comm == "gather":
-            x = gather_features(mark_varying(x, ("y",)))
+        if self.in_axis == "x":
+            return column_parallel((self,), x, key)[0]
         return self.apply_to_gathered(x, self.kernel.get_value(), key)
 
     def apply_to_gathered(
@@ -158,11 +156,9 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | No
     stream is gathered once for all layers; other collectives are those of `matmul_4d`.
     """
     comm = layers[0].comm
-    if comm == "all_reduce":
+    if comm != "sequence":
         x = mark_varying(x, ("y",))
-        return [layer(x, key) for layer in layers]
-    if comm == "gather":
-        x = gather_features(mark_varying(x, ("y",)))
+        x = gather_features(x) if comm == "gather" else x
         return [layer.apply_to_gathered(x, layer.kernel.get_value(), key) for layer in layers]
     # Weights are gathered before: the backward pass gathers only the stream again.
     kernels = [GatheredWeight(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]

@@ -126,9 +126,7 @@ def window_of(config: Config, windows: Windows) -> int:
             raise UserError("config.layer_types", types, f"{_SLIDING} and {_FULL} by turns; {_SAME}")
         return whole(config, "sliding_window", None if "sliding_window" in config else 4096)
     uses = windows == "always" or flag(config, "use_sliding_window", False)
-    given = config.get("sliding_window", 4096)
-    size = whole(config, "sliding_window") if uses and "sliding_window" in config and given is not None else given
-    size = size if uses and size is not None else 0
+    size = whole(config, "sliding_window", 4096) if uses and config.get("sliding_window", 4096) is not None else 0
     if types is not None:
         if not isinstance(types, list) or not types or any(kind != types[0] for kind in types):
             raise UserError("config.layer_types", types, f"all alike: a window that differs by layer; {_SAME}")
@@ -142,17 +140,16 @@ def window_of(config: Config, windows: Windows) -> int:
         if 0 < first < layers:
             raise UserError("config.max_window_layers", first, f"0, or num_hidden_layers = {layers}; {_SAME}")
         return 0 if first else size
-    return int(size)
+    return size
 
 
 def window_config(shape: ModelShape, windows: Windows) -> dict[str, Any]:
     """Return the fields of config.json about windows."""
     window = shape.window
     config: dict[str, Any] = {} if windows == "none" else {"sliding_window": window or None}
-    if windows == "switched":
-        config |= {"use_sliding_window": bool(window), "max_window_layers": 0}
-    if windows == "chosen":
-        config |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else shape.layers}
+    if windows in ("switched", "chosen"):
+        first = 0 if window or windows == "switched" else shape.layers
+        config |= {"use_sliding_window": bool(window), "max_window_layers": first}
     return config
 
 
@@ -221,22 +218,16 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
 
 def expert_config(shape: ModelShape, *, own_width: bool) -> Mapping[str, Any]:
     """The fields of config.json about a model's experts; with `own_width` Qwen3-MoE's, else Mixtral's."""
-    moe = shape.moe
-    assert moe is not None
+    chosen = {"num_experts_per_tok": shape.experts_per_token}
     if not own_width:  # no layer is without experts: the width of those does not matter
-        return {
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.per_token,
-            "intermediate_size": moe.ffn,
-            "router_jitter_noise": 0.0,
-        }
-    regular = moe.first == moe.every - 1
-    dense = [] if regular else [layer for layer in range(shape.layers) if not moe.is_routed(layer)]
-    return {
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.per_token,
-        "moe_intermediate_size": moe.ffn,
-        "norm_topk_prob": moe.norm,
-        "decoder_sparse_step": moe.every if regular else 1,
+        sizes = {"num_local_experts": shape.experts, "intermediate_size": shape.expert_ffn}
+        return chosen | sizes | {"router_jitter_noise": 0.0}
+    regular = shape.moe_first == shape.moe_every - 1
+    dense = [] if regular else [layer for layer in range(shape.layers) if shape.experts_of(layer) is None]
+    return chosen | {
+        "num_experts": shape.experts,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": shape.router_norm,
+        "decoder_sparse_step": shape.moe_every if regular else 1,
         "mlp_only_layers": dense,
     }
