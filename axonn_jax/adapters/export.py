@@ -41,8 +41,11 @@ class BaseTensors(Tensors, Protocol):
 def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
     """Raise ``UserError`` where a base is not the one that adapters were trained on."""
     wide = np.dtype(np.float32)
-    whole = {name: tuple((0, length) for length in size) for name, size in base.sizes.items()}
-    if checksum_of_files((name, base.read(name, bounds, wide)) for name, bounds in whole.items()) != stored.checksum:
+    bounds_of = {name: tuple((0, length) for length in size) for name, size in base.sizes.items()}
+    if (
+        checksum_of_files((name, base.read(name, bounds, wide)) for name, bounds in bounds_of.items())
+        != stored.checksum
+    ):
         raise UserError("base", path, "the base that the adapters were trained on; this one's checksum is another")
 
 

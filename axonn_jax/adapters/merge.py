@@ -72,9 +72,9 @@ def merged_weights(
     if checksum(numbers_of(params, rounded), params, sync) != stored.checksum:
         accepted = f"the base of the adapters in {checkpoint.path}: this one's checksum is another"
         raise UserError(field, str(folder), accepted)
-    layers, whole = list(layers_of(shape, stored.config)), NamedSharding(mesh, P())
+    layers, replicated = list(layers_of(shape, stored.config)), NamedSharding(mesh, P())
     sizes = {name: size for layer in layers for name, size in layer.arrays.items()}
-    wanted = {name: jax.ShapeDtypeStruct(size, jnp.float32, sharding=whole) for name, size in sizes.items()}
+    wanted = {name: jax.ShapeDtypeStruct(size, jnp.float32, sharding=replicated) for name, size in sizes.items()}
     adapters = load_weights(checkpoint, wanted)
     for layer in layers:
         name = f"{layer.name}.kernel"
