@@ -1,6 +1,6 @@
 """Settings of low-rank adapters; no jax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -75,72 +75,62 @@ PLACES: Mapping[str, tuple[Target, ...]] = {
 """Targets in a layer of a block, by the layer's attributes."""
 
 
-def places(shape: ModelShape, config: LoraConfig, block: int) -> dict[str, dict[Target, Columns | None]]:
-    """Return the layers of a block that get adapters, by attributes, and for each adapter its columns; None: all.
-
-    Experts, and what is beside them in their block, get none.
-    """
-    size, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
-    period = queries + 2 * size  # of a KV head's queries, key and value
-    columns: dict[Target, Columns | None] = {
-        "q": Columns(0, queries, period), "k": Columns(queries, period - size, period),
-        "v": Columns(period - size, period, period),
-    }  # fmt: skip
-    known = {target for target in sides(shape, block) if target in config.targets}
-    made = {path: {target: columns.get(target) for target in own if target in known} for path, own in PLACES.items()}
-    return {path: own for path, own in made.items() if own}
-
-
-def sides(shape: ModelShape, block: int) -> dict[Target, tuple[int, int]]:
-    """Return input and output features of a block's projections, of those that it has."""
-    hidden, ffn, queries, keys = shape.hidden, shape.ffn, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    made: dict[Target, tuple[int, int]] = {
-        "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden),
-        "gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden),
-    }  # fmt: skip
-    routed = shape.moe is not None and shape.moe.is_routed(block)
-    lacking: tuple[Target, ...] = ("gate", "up", "down") if routed else ("gate",) if shape.mlp_inputs == 1 else ()
-    return {target: pair for target, pair in made.items() if target not in lacking}
-
-
-def targets_of(shape: ModelShape) -> list[Target]:
-    """Return the targets that a model has, in any of its blocks."""
-    return [*dict.fromkeys(target for block in range(shape.layers) for target in sides(shape, block))]
-
-
 class AdaptedLayer(NamedTuple):
-    """A layer with adapters: targets with their columns, and global shapes of its A and its B."""
+    """A layer with adapters: targets with their columns (None: all), and global shapes of its A and its B."""
 
-    name: str
-    """Name before `.kernel` and `.adapter.a` of parameters, as `blocks.0.attention.qkv`."""
+    block: int
+    path: str
+    """Attributes of the layer in its block, as `attention.qkv`."""
     targets: Mapping[Target, Columns | None]
     a: tuple[int, int]
     b: tuple[int, int]
 
     @property
-    def ends(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """The last word of both parameters' names, and their shapes."""
-        return ("a", self.a), ("b", self.b)
+    def name(self) -> str:
+        """Name before `.kernel` and `.adapter.a` of parameters, as `blocks.0.attention.qkv`."""
+        return f"blocks.{self.block}.{self.path}"
+
+    @property
+    def arrays(self) -> dict[str, tuple[int, int]]:
+        """Names and shapes of A and B."""
+        return {f"{self.name}.adapter.a": self.a, f"{self.name}.adapter.b": self.b}
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained: of B not those that are zero, in other targets' columns."""
+        rank, width = self.b
+        own = (width if at is None else width // at.period * (at.stop - at.start) for at in self.targets.values())
+        return self.a[0] * self.a[1] + rank * sum(own)
 
 
-def layers_of(shape: ModelShape, config: LoraConfig) -> list[AdaptedLayer]:
-    """Return all layers with adapters of a model of these sizes, in order."""
-    made = []
-    for index in range(shape.layers):
-        size = sides(shape, index)
-        for path, targets in places(shape, config, index).items():
-            rows = size[next(iter(targets))][0]
-            columns = sum(size[target][1] for target in PLACES[path])  # of the kernel, whatever the targets
-            a, b = (rows, len(targets) * config.rank), (config.rank, columns)
-            made.append(AdaptedLayer(f"blocks.{index}.{path}", targets, a, b))
-    return made
+def layers_of(shape: ModelShape, config: LoraConfig) -> Iterator[AdaptedLayer]:
+    """Yield all layers with adapters of a model of these sizes, in order; beside experts attention alone has some."""
+    queries, size = shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
+    period = queries + 2 * size  # of a KV head's queries, key and value
+    columns: dict[Target, Columns | None] = {
+        "q": Columns(0, queries, period), "k": Columns(queries, period - size, period),
+        "v": Columns(period - size, period, period),
+    }  # fmt: skip
+    hidden, ffn = shape.hidden, shape.ffn
+    attention = {"attention.qkv": (hidden, shape.qkv_width), "attention.out": (shape.heads * size, hidden)}
+    mlp = {"mlp.gate": (hidden, ffn), "mlp.up": (hidden, ffn), "mlp.down": (ffn, hidden)}
+    if shape.mlp_inputs == 1:
+        del mlp["mlp.gate"]
+    for block in range(shape.layers):
+        for path, (rows, width) in (attention if shape.experts_of(block) else attention | mlp).items():
+            targets = {target: columns.get(target) for target in PLACES[path] if target in config.targets}
+            if targets:
+                yield AdaptedLayer(block, path, targets, (rows, len(targets) * config.rank), (config.rank, width))
+
+
+def targets_of(shape: ModelShape) -> list[Target]:
+    """Return the targets that a model has, in any of its blocks."""
+    return [*dict.fromkeys(target for layer in layers_of(shape, LoraConfig()) for target in layer.targets)]
 
 
 def trained_params(shape: ModelShape, config: LoraConfig) -> int:
     """Return the number of trained parameters."""
-    pairs = [pair for block in range(shape.layers) for target, pair in sides(shape, block).items()
-             if target in config.targets]  # fmt: skip
-    return config.rank * sum(rows + columns for rows, columns in pairs)
+    return sum(layer.trained for layer in layers_of(shape, config))
 
 
 def step_flops(shape: ModelShape, config: LoraConfig, batch: int) -> int:

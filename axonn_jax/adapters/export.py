@@ -15,6 +15,7 @@ from axonn_jax.checkpoint.restore import Checkpoint, check_shapes
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import entries_of
+from axonn_jax.models.huggingface.export import Tensors
 from axonn_jax.models.huggingface.files import FileSpan
 from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
@@ -22,7 +23,7 @@ Arrays = Mapping[str, NDArray[Any]]
 """Adapters' arrays by the names of parameters, as `blocks.0.attention.qkv.adapter.a`."""
 
 
-class BaseTensors(Protocol):
+class BaseTensors(Tensors, Protocol):
     """Tensors of a whole model; `Pretrained` and `StoredParameters` are the two kinds."""
 
     @property
@@ -33,25 +34,18 @@ class BaseTensors(Protocol):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Sizes of this package's parameters."""
 
-    def span(self, name: str) -> FileSpan | None:
-        """Place of a tensor in a file; None where there is none."""
-
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """A tensor in pieces along its first dim."""
-
     def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A part of one of this package's parameters."""
 
 
-def weights_of(base: BaseTensors) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield this package's parameters of a base in float32, one after another."""
-    for name, size in base.sizes.items():
-        yield name, base.read(name, tuple((0, length) for length in size), np.dtype(np.float32))
-
-
 def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
     """Raise ``UserError`` where a base is not the one that adapters were trained on."""
-    if checksum_of_files(weights_of(base)) != stored.checksum:
+    wide = np.dtype(np.float32)
+    bounds_of = {name: tuple((0, length) for length in size) for name, size in base.sizes.items()}
+    if (
+        checksum_of_files((name, base.read(name, bounds, wide)) for name, bounds in bounds_of.items())
+        != stored.checksum
+    ):
         raise UserError("base", path, "the base that the adapters were trained on; this one's checksum is another")
 
 
@@ -59,8 +53,7 @@ def stored_adapters(
     checkpoint: Checkpoint, stored: StoredLora, shape: ModelShape, field: str
 ) -> dict[str, NDArray[Any]]:
     """Read the adapters of a checkpoint; raises ``UserError`` where they are not there or cannot be read."""
-    layers = layers_of(shape, stored.config)
-    sizes = {f"{layer.name}.adapter.{end}": size for layer in layers for end, size in layer.ends}
+    sizes = {name: size for layer in layers_of(shape, stored.config) for name, size in layer.arrays.items()}
     check_shapes(checkpoint, {PARAMS + name: size for name, size in sizes.items()}, field, only=PARAMS)
     read = {}
     for name, size in sizes.items():
@@ -109,7 +102,7 @@ class MergedTensors:
     def _delta(self, layer: AdaptedLayer, entry: TensorMap, number: int) -> NDArray[Any]:
         if self._open[0] != layer.name:
             self._open = ("", [])  # the one before is freed first
-            a, b = (self._arrays[f"{layer.name}.adapter.{end}"] for end, _ in layer.ends)
+            a, b = (self._arrays[name] for name in layer.arrays)
             delta = np.float32(self._scale) * (a @ spread(b, tuple(layer.targets.values()), np))
             self._open = (layer.name, entry.split(delta.astype(np.float32)))
         return self._open[1][number]

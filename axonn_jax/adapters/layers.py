@@ -1,6 +1,7 @@
 """Low-rank adapters in a transformer's projections: made, found again, and merged into the kernels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, places
+from axonn_jax.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, layers_of
 from axonn_jax.backend.repairs import over_rows
 from axonn_jax.errors import UserError
 from axonn_jax.models.transformer import Transformer
@@ -35,8 +36,7 @@ class Adapter(nnx.Module):
         rows, columns = kernel.get_value().shape
         rows_over, columns_over = (*layout(kernel.get_metadata()), None)[:2]
         self.targets, self.columns = tuple(targets), tuple(targets.values())
-        self.rank, self.alpha, self.rslora, self.scale = config.rank, config.alpha, config.rslora, config.scale
-        self.dropout = config.dropout
+        self.config = config
         # `z` splits neither: layers would gather A, and so few numbers take no memory.
         axes = rows_over if isinstance(rows_over, tuple) else (rows_over,)
         self.inner = tuple(axis for axis in axes if axis not in (None, "z"))
@@ -55,22 +55,18 @@ class Adapter(nnx.Module):
         def inner(x: jax.Array, a: jax.Array) -> jax.Array:
             return over_rows(lambda rows: multiply(rows, a, "NN"), x)
 
-        if key is None or self.dropout == 0.0:
+        rate = self.config.dropout
+        if key is None or rate == 0.0:
             h = inner(x, a)
         else:
             keys = [key.fold_in(_DROPOUT + TARGETS.index(target)) for target in self.targets]
             parts = zip(keys, jnp.split(a, len(keys), 1), strict=True)
-            h = jnp.concatenate([inner(dropped(x, self.dropout, own, axes=self.inner), a) for own, a in parts], -1)
-        return over_rows(lambda rows: multiply(rows * jnp.asarray(self.scale, x.dtype), b, "NN"), h)
+            h = jnp.concatenate([inner(dropped(x, rate, own, axes=self.inner), a) for own, a in parts], -1)
+        return over_rows(lambda rows: multiply(rows * jnp.asarray(self.config.scale, x.dtype), b, "NN"), h)
 
     def spread(self) -> jax.Array:
         """Return B of all adapters below each other, [adapters * rank, out], zero where another one's columns are."""
         return spread(self.b.get_value(), self.columns, jnp)
-
-    def delta(self) -> jax.Array:
-        """Return the sum [in, out], in float32, that a kernel with the same function has in it."""
-        full = jax.lax.Precision.HIGHEST
-        return self.scale * jnp.dot(self.a.get_value(), self.spread(), precision=full)
 
 
 def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> Any:
@@ -84,6 +80,12 @@ def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> An
         return numbers.where((at >= own.start) & (at < own.stop), b, 0)
 
     return numbers.concatenate([only(own) for own in columns])
+
+
+def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: Any, columns: Sequence[Columns | None]) -> jax.Array:
+    """Return a kernel that computes alone, in float32, what it does with adapters; no collectives."""
+    delta = scale * jnp.dot(a, spread(b, columns, jnp), precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
 
 
 _DROPOUT = 2  # first number of the adapters' dropout in a block, behind those of its halves
@@ -132,12 +134,10 @@ def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transfor
     """Return the model itself, whose layers now have adapters; raises ``UserError`` where they cannot."""
     check_adaptable(model, config)
     root = jax.random.fold_in(jax.random.key(seed), _STREAM)
-    for index, block in enumerate(model.blocks):
-        key = jax.random.fold_in(root, index)
-        for path, targets in places(model.shape, config, index).items():
-            layer: Linear = attrgetter(path)(block)
-            own = jax.random.fold_in(key, TARGETS.index(next(iter(targets))))
-            layer.adapt(Adapter(layer, targets, config, own))
+    for adapted in layers_of(model.shape, config):
+        layer: Linear = attrgetter(adapted.path)(model.blocks[adapted.block])
+        key = jax.random.fold_in(jax.random.fold_in(root, adapted.block), TARGETS.index(next(iter(adapted.targets))))
+        layer.adapt(Adapter(layer, adapted.targets, config, key))
     model.drops_out |= config.dropout > 0.0
     return model
 
@@ -169,8 +169,7 @@ def settings_of(model: object) -> LoraConfig | None:
         return None
     used = {target for adapter in adapters for target in adapter.targets}
     targets = tuple(target for target in TARGETS if target in used)
-    first = adapters[0]
-    return LoraConfig(first.rank, first.alpha, targets, first.rslora)
+    return replace(adapters[0].config, targets=targets, dropout=0.0)
 
 
 def adapters_of(model: object) -> Iterator[Adapter]:
@@ -189,7 +188,7 @@ def merged(model: Transformer) -> Transformer:
     made: Any = parts.merge(parts.params)
     for _, layer in nnx.iter_modules(made):
         if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter):
-            kernel, delta = layer.kernel.get_value(), layer.adapter.delta()
-            layer.kernel.set_value((kernel.astype(jnp.float32) + delta).astype(kernel.dtype))
+            own, a, b = layer.adapter, layer.adapter.a.get_value(), layer.adapter.b.get_value()
+            layer.kernel.set_value(added(layer.kernel.get_value(), a, b, own.config.scale, own.columns))
             layer.adapt(None)
     return made  # type: ignore[no-any-return]

@@ -12,11 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
-from axonn_jax.adapters.config import AdaptedLayer, Columns, StoredLora, layers_of, stored_in
-from axonn_jax.adapters.layers import spread
-from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
-from axonn_jax.checkpoint.naming import PARAMS
-from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
+from axonn_jax.adapters.config import StoredLora, layers_of, stored_in
+from axonn_jax.adapters.layers import added
+from axonn_jax.checkpoint.manifest import MANIFEST
+from axonn_jax.checkpoint.restore import Checkpoint, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
@@ -73,42 +72,20 @@ def merged_weights(
     if checksum(numbers_of(params, rounded), params, sync) != stored.checksum:
         accepted = f"the base of the adapters in {checkpoint.path}: this one's checksum is another"
         raise UserError(field, str(folder), accepted)
-    everywhere = NamedSharding(mesh, P())
-    for layer in layers_of(shape, stored.config):
+    layers, replicated = list(layers_of(shape, stored.config)), NamedSharding(mesh, P())
+    sizes = {name: size for layer in layers for name, size in layer.arrays.items()}
+    wanted = {name: jax.ShapeDtypeStruct(size, jnp.float32, sharding=replicated) for name, size in sizes.items()}
+    adapters = load_weights(checkpoint, wanted)
+    for layer in layers:
         name = f"{layer.name}.kernel"
-        a, b = adapter_arrays(checkpoint, layer, everywhere)
+        a, b = (adapters.pop(end) for end in layer.arrays)
         how: dict[str, Any] = {"sharding": params[name].sharding, "columns": tuple(layer.targets.values())}
         params[name] = _merged(params[name], a, b, np.float32(stored.config.scale), **how)
     return params
 
 
-def adapter_arrays(checkpoint: Checkpoint, layer: AdaptedLayer, sharding: Any) -> tuple[jax.Array, jax.Array]:
-    """Return A and B of a layer in a checkpoint, float32; raises ``UserError`` where they cannot be read."""
-    wanted = {
-        f"{PARAMS}{layer.name}.adapter.{end}": jax.ShapeDtypeStruct(size, jnp.float32, sharding=sharding)
-        for end, size in layer.ends
-    }
-    for name, want in wanted.items():
-        stored = checkpoint.manifest.arrays.get(name)
-        if stored is None or stored.shape != want.shape:
-            raise UserError("checkpoint", str(checkpoint.path), f"a checkpoint of adapters with {name} {want.shape}")
-    try:
-        a, b = load(checkpoint, wanted).values()
-    except CorruptCheckpoint as fault:
-        raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
-    return a, b
-
-
 @partial(jax.jit, static_argnames=("sharding", "columns"), donate_argnums=0)
 def _merged(
-    kernel: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    scale: jax.Array,
-    *,
-    sharding: Any,
-    columns: tuple[Columns | None, ...],
+    kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array, *, sharding: Any, columns: Any
 ) -> jax.Array:
-    delta = scale * jnp.dot(a, spread(b, columns, jnp), precision=jax.lax.Precision.HIGHEST)
-    made = (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
-    return jax.lax.with_sharding_constraint(made, sharding)
+    return jax.lax.with_sharding_constraint(added(kernel, a, b, scale, columns), sharding)

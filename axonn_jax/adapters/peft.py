@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, targets_of
+from axonn_jax.adapters.config import (
+    PLACES,
+    TARGETS,
+    AdaptedLayer,
+    LoraConfig,
+    Target,
+    check_shape,
+    layers_of,
+    targets_of,
+)
 from axonn_jax.adapters.export import Arrays
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
@@ -41,19 +50,6 @@ class StoredAdapter(NamedTuple):
     arrays: Arrays
     base: str
     """Name or path of the base, as the adapter has it; empty: none."""
-
-
-class _Part(NamedTuple):
-    """One target's adapter among those of a layer of this package."""
-
-    ours: str
-    """Name of the layer's adapters."""
-    number: int
-    theirs: str
-    """Name of PEFT's module."""
-    columns: TensorMap
-    """Map of B, whose rows are as a weight's."""
-    rows: int
 
 
 def is_adapter(directory: Path) -> bool:
@@ -114,10 +110,10 @@ def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapte
         left.discard(name)
         return files.read(name, tuple((0, length) for length in size)).astype(np.float32)
 
-    for part in _parts(shape, config):
-        a, b, columns = f"{part.ours}.a", f"{part.ours}.b", part.columns
-        first = read_whole(f"{_PREFIX}{part.theirs}.lora_A.weight", (config.rank, part.rows))
-        second = {part.theirs: read_whole(f"{_PREFIX}{part.theirs}.lora_B.weight", columns.theirs[part.theirs])}
+    for layer, _, theirs, columns in _targets(shape, config):
+        a, b = layer.arrays
+        first = read_whole(f"{_PREFIX}{theirs}.lora_A.weight", (config.rank, layer.a[0]))
+        second = {theirs: read_whole(f"{_PREFIX}{theirs}.lora_B.weight", columns.theirs[theirs])}
         arrays[a] = np.concatenate([*([arrays[a]] if a in arrays else []), first.T], 1)
         bounds = tuple((0, size) for size in columns.size)
         zero = np.zeros(1, np.float32)
@@ -138,23 +134,21 @@ def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> No
 
     config, arrays = adapter.config, adapter.arrays
     tensors = {}
-    for part in _parts(shape, config):
-        own = slice(part.number * config.rank, (part.number + 1) * config.rank)
-        b = dict(zip(part.columns.theirs, part.columns.split(arrays[f"{part.ours}.b"]), strict=True))
-        a = arrays[f"{part.ours}.a"][:, own].T
-        tensors[f"{_PREFIX}{part.theirs}.lora_A.weight"] = np.ascontiguousarray(a, np.float32)
-        tensors[f"{_PREFIX}{part.theirs}.lora_B.weight"] = np.ascontiguousarray(b[part.theirs], np.float32)
+    for layer, number, theirs, columns in _targets(shape, config):
+        a, b = (arrays[name] for name in layer.arrays)
+        own = a[:, number * config.rank : (number + 1) * config.rank].T
+        parts = dict(zip(columns.theirs, columns.split(b), strict=True))
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = np.ascontiguousarray(own, np.float32)
+        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = np.ascontiguousarray(parts[theirs], np.float32)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-    alpha = config.alpha
+    alpha, known = config.alpha, targets_of(shape)
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base or None,
         "r": config.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "target_modules": [
-            _MODULES[target] for target in TARGETS if target in config.targets and target in targets_of(shape)
-        ],
+        "target_modules": [_MODULES[target] for target in TARGETS if target in config.targets and target in known],
         "use_rslora": config.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -166,20 +160,16 @@ def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> No
     (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _parts(shape: ModelShape, config: LoraConfig) -> Iterator[_Part]:
-    """Yield all adapters of a model, layer by layer."""
+def _targets(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[AdaptedLayer, int, str, TensorMap]]:
+    """Yield each target of each layer: its number among the layer's, the name of PEFT's module, and the map of B."""
     entries = {entry.ours: entry for entry in entries_of(shape)}
-    for layer in range(shape.layers):
-        for path, targets in places(shape, config, layer).items():
-            entry = entries[f"blocks.{layer}.{path}.kernel"]
-            assert isinstance(entry, TensorMap)
-            rows, columns = entry.size
-            if not entry.transposed:
-                raise UserError(
-                    "adapter", "a model of GPT-2's family", "one whose projections PEFT knows by _proj names"
-                )
-            names = {name.removesuffix(".weight"): (size[0], config.rank) for name, size in entry.theirs.items()}
-            b = replace(entry, size=(config.rank, columns), theirs=names)
-            theirs = dict(zip(PLACES[path], names, strict=True))
-            for number, target in enumerate(targets):
-                yield _Part(f"blocks.{layer}.{path}.adapter", number, theirs[target], b, rows)
+    for layer in layers_of(shape, config):
+        entry = entries[f"{layer.name}.kernel"]
+        assert isinstance(entry, TensorMap)
+        if not entry.transposed:
+            raise UserError("adapter", "a model of GPT-2's family", "one whose projections PEFT knows by _proj names")
+        names = {name.removesuffix(".weight"): (size[0], config.rank) for name, size in entry.theirs.items()}
+        b = replace(entry, size=layer.b, theirs=names)
+        theirs = dict(zip(PLACES[layer.path], names, strict=True))
+        for number, target in enumerate(layer.targets):
+            yield layer, number, theirs[target], b

@@ -249,7 +249,7 @@ class Loader:
 
         Each sample counts once: behind the last of the split a batch is filled up.
         """
-        from axonn_jax.tensor.loss import without_targets  # imports jax, which no other reader needs
+        from axonn_jax.models.packed import without_targets  # imports jax, which no other reader needs
 
         batches = [next(self) for _ in range(min(most, -(-self.num_samples // self._global_batch)))]
         self.close()

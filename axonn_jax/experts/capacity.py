@@ -4,7 +4,7 @@ The dropped tokens depend on the grid, and so does the loss. This way sends less
 the choices of a token; DeepSpeed-TED (Singh et al., ICS 23) works so.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +12,26 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from axonn_jax import compat
-from axonn_jax.experts.dispatch import EXPERT_AXIS, drop, drops_duplicates, own_tokens, undrop
+from axonn_jax.experts.dispatch import EXPERT_AXIS, TOKENS, drop, drops_duplicates, undrop
 from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import slots_of
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
-    all_gather,
     all_reduce,
     axis_size,
     gather_features,
+    gather_over,
+    local_sequence,
     mark_varying,
-    reduce_scatter,
     scatter_features,
+    scatter_over,
 )
-
-
-class OnSlots(Protocol):
-    """Function of local experts on their slots: [experts/G, slots, hidden] -> partial sums of the same shape."""
-
-    def __call__(self, slots: jax.Array) -> jax.Array:
-        """Return the partial sums of the slots."""
-
-
-class _Slots(NamedTuple):
-    """Destination of each choice [tokens, k]."""
-
-    experts: jax.Array
-    positions: jax.Array
-    """Slot within the expert; a number beyond the slots means dropped."""
 
 
 def by_capacity(
     x: jax.Array,
     routing: Routing,
-    compute: OnSlots,
+    compute: Callable[[jax.Array], jax.Array],
     experts: int,
     capacity: float,
     *,
@@ -53,7 +39,8 @@ def by_capacity(
 ) -> jax.Array:
     """Tokens [tokens, hidden/Gx] -> sums of the experts' outputs, zero for choices without a slot.
 
-    Slots fill in the order of the tokens, first choices before second ones. Collectives, with s slots an expert:
+    `compute` gives partial sums of slots [experts/G, slots, hidden], in their shape. Slots fill in the order of the
+    tokens, first choices before second ones. Collectives, with s slots an expert:
     all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the
     slots' features gathered over `x` and reduce-scattered; where duplicates are dropped or the sequence is split, slots
     gathered over `y` and reduce-scattered, and results gathered over `y` behind (not with a split sequence); else an
@@ -62,50 +49,39 @@ def by_capacity(
     choices, weights = routing.choices, routing.weights
     dropped = drops_duplicates(sequence_split)
     if dropped:
-        x, choices, weights = drop(x), own_tokens(choices), drop(weights)
+        x, choices, weights = drop(x), local_sequence(choices, 0), drop(weights)
     count = slots_of(x.shape[0], choices.shape[1], experts, capacity)
-    to = _assigned(choices, experts)
+    positions = _positions(choices, experts)
     sent = jnp.zeros((experts, count, x.shape[1]), x.dtype)
     sent = mark_varying(sent, compat.varying_axes(x))
     for k in range(choices.shape[1]):  # a token's choices are of different experts: no slot is written twice
-        sent = sent.at[to.experts[:, k], to.positions[:, k]].set(x, mode="drop")
+        sent = sent.at[choices[:, k], positions[:, k]].set(x, mode="drop")
     slots = _exchanged(sent, split=0, joined=1)
     over_y = dropped or sequence_split
-    slots = _gathered(slots) if over_y else mark_varying(slots, (SEQUENCE_AXIS,))
+    slots = gather_over(slots, SEQUENCE_AXIS, 1, TOKENS) if over_y else mark_varying(slots, (SEQUENCE_AXIS,))
     sums = scatter_features(compute(gather_features(slots)))
-    sums = _scattered(sums) if over_y else all_reduce(sums, SEQUENCE_AXIS)
+    sums = scatter_over(sums, SEQUENCE_AXIS, 1, TOKENS) if over_y else all_reduce(sums, SEQUENCE_AXIS)
     back = _exchanged(sums, split=1, joined=0)
     out = jnp.zeros(x.shape, jnp.float32)
     for k in range(choices.shape[1]):
-        row = back.at[to.experts[:, k], to.positions[:, k]].get(mode="fill", fill_value=0)
+        row = back.at[choices[:, k], positions[:, k]].get(mode="fill", fill_value=0)
         out = out + row * weights[:, k, None]
     out = out.astype(x.dtype)
     return undrop(out) if dropped else out
 
 
-def _assigned(choices: jax.Array, experts: int) -> _Slots:
+def _positions(choices: jax.Array, experts: int) -> jax.Array:
+    """Return each choice's slot within its expert, [tokens, k]; a number beyond the slots means dropped."""
     tokens, k = choices.shape
     first_choices_first = choices.T.reshape(-1)
     chosen = jax.nn.one_hot(first_choices_first, experts, dtype=jnp.int32)
     before = jnp.cumsum(chosen, axis=0) - chosen
     positions = jnp.take_along_axis(before, first_choices_first[:, None], axis=1, mode="clip")[:, 0]
-    return _Slots(choices, positions.reshape(k, tokens).T)
+    return positions.reshape(k, tokens).T
 
 
 def _exchanged(x: jax.Array, *, split: int, joined: int) -> jax.Array:
     if axis_size(EXPERT_AXIS) == 1:
         return x
     moved = lax.all_to_all(x, EXPERT_AXIS, split_axis=split, concat_axis=joined, tiled=True)
-    return checkpoint_name(moved, "tokens_all_to_all")
-
-
-def _gathered(slots: jax.Array) -> jax.Array:
-    if axis_size(SEQUENCE_AXIS) == 1:
-        return slots
-    return checkpoint_name(all_gather(slots, SEQUENCE_AXIS, 1), "tokens_all_gather")
-
-
-def _scattered(sums: jax.Array) -> jax.Array:
-    if axis_size(SEQUENCE_AXIS) == 1:
-        return sums
-    return checkpoint_name(reduce_scatter(sums, SEQUENCE_AXIS, 1), "tokens_reduce_scatter")
+    return checkpoint_name(moved, f"{TOKENS}_all_to_all")

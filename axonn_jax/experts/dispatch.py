@@ -12,18 +12,20 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax.experts.router import Routing
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
-    all_gather,
     all_reduce,
     assume_replicated,
-    axis_index,
     axis_size,
     gather_features,
+    gather_over,
+    local_sequence,
     mark_varying,
-    reduce_scatter,
     scatter_features,
+    scatter_over,
 )
 
 EXPERT_AXIS = "expert"
+TOKENS = "tokens"
+"""First word of the names of collectives on tokens."""
 
 
 def drops_duplicates(sequence_split: bool) -> bool:
@@ -45,11 +47,13 @@ def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tu
     choices, weights = routing.choices, routing.weights
     dropped = drops_duplicates(sequence_split)
     if dropped:
-        x, choices, weights = drop(x), own_tokens(choices), drop(weights)
+        x, choices, weights = drop(x), local_sequence(choices, 0), drop(weights)
 
     def everyone(part: jax.Array) -> jax.Array:
-        part = _gather(part, EXPERT_AXIS)
-        return _gather(part, SEQUENCE_AXIS) if dropped or sequence_split else mark_varying(part, (SEQUENCE_AXIS,))
+        part = gather_over(part, EXPERT_AXIS, 0, TOKENS)
+        if dropped or sequence_split:
+            return gather_over(part, SEQUENCE_AXIS, 0, TOKENS)
+        return mark_varying(part, (SEQUENCE_AXIS,))
 
     return gather_features(everyone(x)), everyone(choices), everyone(weights)
 
@@ -61,29 +65,18 @@ def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
     dropped an all-gather over `y` behind, and where they stayed (one group of experts) an all-reduce over `y`.
     """
     sums = scatter_features(sums)
-    if sequence_split or drops_duplicates(sequence_split):
-        sums = _scatter(_scatter(sums, SEQUENCE_AXIS), EXPERT_AXIS)
-        return sums if sequence_split else undrop(sums)
-    return _scatter(all_reduce(sums, SEQUENCE_AXIS), EXPERT_AXIS)
-
-
-def _gather(x: jax.Array, axis: str) -> jax.Array:
-    if axis_size(axis) == 1:
-        return x
-    return checkpoint_name(all_gather(x, axis, 0), "tokens_all_gather")
-
-
-def _scatter(sums: jax.Array, axis: str) -> jax.Array:
-    if axis_size(axis) == 1:
-        return sums
-    return checkpoint_name(reduce_scatter(sums, axis, 0), "tokens_reduce_scatter")
+    dropped = drops_duplicates(sequence_split)
+    over_y = sequence_split or dropped
+    sums = scatter_over(sums, SEQUENCE_AXIS, 0, TOKENS) if over_y else all_reduce(sums, SEQUENCE_AXIS)
+    sums = scatter_over(sums, EXPERT_AXIS, 0, TOKENS)
+    return undrop(sums) if dropped else sums
 
 
 # The stream is the same along `y`. Autodiff would make all-reduces of both ways back; each is the other's.
 @jax.custom_vjp
 def drop(x: jax.Array) -> jax.Array:
     """Return this device's part of tokens common to devices along `y`; back, an all-gather over `y`."""
-    return own_tokens(x)
+    return local_sequence(x, 0)
 
 
 @jax.custom_vjp
@@ -92,16 +85,10 @@ def undrop(x: jax.Array) -> jax.Array:
     return _all(x)
 
 
-def own_tokens(x: jax.Array) -> jax.Array:
-    """Return this device's part of tokens common to devices along `y`; no collectives, not differentiable."""
-    size = x.shape[0] // axis_size(SEQUENCE_AXIS)
-    return lax.dynamic_slice_in_dim(x, axis_index(SEQUENCE_AXIS) * size, size, 0)
-
-
 def _all(x: jax.Array) -> jax.Array:
     gathered = checkpoint_name(lax.all_gather(x, SEQUENCE_AXIS, axis=0, tiled=True), "tokens_all_gather")
     return assume_replicated(gathered, (SEQUENCE_AXIS,))
 
 
-drop.defvjp(lambda x: (own_tokens(x), None), lambda _, dy: (_all(dy),))
-undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (own_tokens(dy),))
+drop.defvjp(lambda x: (local_sequence(x, 0), None), lambda _, dy: (_all(dy),))
+undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (local_sequence(dy, 0),))

@@ -56,12 +56,9 @@ def grouped_mlp(
     tiles and choices are float32; no collectives.
     """
     tile = _tile(choices.shape[0], choices.shape[1], up.shape[0])
-    groups = _sorted(choices, up.shape[0], tile)
-    axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves((x, groups, weights, gate, up, down))))
-    x, groups, weights, gate, up, down = jax.tree.map(
-        lambda a: mark_varying(a, axes), (x, groups, weights, gate, up, down)
-    )
-    return _grouped(x, weights, _Kernels(gate, up, down), groups, activation, tile)
+    operands = (x, weights, _Kernels(gate, up, down), _sorted(choices, up.shape[0], tile))
+    axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves(operands)))
+    return _grouped(*jax.tree.map(lambda a: mark_varying(a, axes), operands), activation, tile)
 
 
 def _tile(tokens: int, k: int, experts: int) -> int:
@@ -146,12 +143,6 @@ def _and_a_row(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 1), (0, 0)))
 
 
-def _forward(
-    x: jax.Array, weights: jax.Array, kernels: _Kernels, groups: _Groups, activation: Mlp, tile: int
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _grouped(x, weights, kernels, groups, activation, tile), (x, weights, kernels, groups)
-
-
 def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
     x, weights, kernels, groups = kept
     x, dy, flat = _and_a_row(x), _and_a_row(dy), weights.reshape(-1)
@@ -200,4 +191,4 @@ def _product(rows: jax.Array, grad: jax.Array) -> jax.Array:
     return jnp.matmul(rows.T, grad, preferred_element_type=jnp.float32)
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped.defvjp(lambda *given: (_grouped(*given), given[:4]), _backward)

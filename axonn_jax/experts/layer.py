@@ -9,32 +9,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.balance import balance_loss
 from axonn_jax.experts.capacity import by_capacity
 from axonn_jax.experts.dispatch import EXPERT_AXIS, drops_duplicates, gather_tokens, scatter_tokens
 from axonn_jax.experts.grouped import grouped_mlp
-from axonn_jax.experts.packing import Packing
-from axonn_jax.experts.router import Gate, Routing
+from axonn_jax.experts.router import Gate, Packing, Routing, balance_loss
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp, mlp_inputs
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 from axonn_jax.tensor.elementwise import activated
 from axonn_jax.tensor.params import normal_param
+from axonn_jax.tensor.weight_gather import gather_weight
 
 _INNER = ("y", "x")
 """Axes of the experts' inner features: nothing is communicated between an expert's matmuls."""
 
 
 class ExpertKernel(nnx.Module):
-    """One matmul's weights of all experts, [experts, in, out]; `z` splits dim `z_dim` once more."""
+    """One matmul's weights of all experts, [experts, in, out]; `z` splits `in` once more."""
 
-    def __init__(self, shape: tuple[int, int, int], spec: P, *, z_dim: int, std: float, key: jax.Array):
-        self.z_dim = z_dim
+    def __init__(self, shape: tuple[int, int, int], spec: P, *, std: float, key: jax.Array):
         self.kernel = normal_param(key, shape, std, spec)
 
     def gathered(self, dtype: Any) -> jax.Array:
         """The local experts' weights, whole along `z`; collective: `gather_weight`."""
-        return gather_weight(self.kernel.get_value(), jnp.dtype(dtype), dim=self.z_dim)
+        return gather_weight(self.kernel.get_value(), jnp.dtype(dtype), dim=1)
 
 
 class LocalExperts(nnx.Module):
@@ -45,9 +43,9 @@ class LocalExperts(nnx.Module):
         wide, narrow = (moe.experts, hidden, moe.ffn), (moe.experts, moe.ffn, hidden)
         spec = P(EXPERT_AXIS, "z", _INNER)
         self.activation: Mlp = activation
-        self.gate = None if mlp_inputs(activation) == 1 else ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[0])
-        self.up = ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[1])
-        self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), z_dim=1, std=out_std, key=keys[2])
+        self.gate = None if mlp_inputs(activation) == 1 else ExpertKernel(wide, spec, std=std, key=keys[0])
+        self.up = ExpertKernel(wide, spec, std=std, key=keys[1])
+        self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), std=out_std, key=keys[2])
 
     def __call__(self, x: jax.Array, choices: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the local experts' partial sums for tokens [tokens, hidden]; each expert computes its choosing

@@ -28,17 +28,13 @@ def _counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Ar
     return weights
 
 
-def _forward(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return weights, (bias, choices)
-
-
 def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
     bias, choices = kept
     counts = counted(choices.reshape(1, -1), bias.size)[0]
     return dy, counts.astype(bias.dtype), np.zeros(choices.shape, jax.dtypes.float0)
 
 
-_counting.defvjp(_forward, _backward)
+_counting.defvjp(lambda weights, bias, choices: (weights, (bias, choices)), _backward)
 
 
 def counted(choices: jax.Array, experts: int) -> jax.Array:
@@ -50,7 +46,11 @@ def counted(choices: jax.Array, experts: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Loads:
-    """Counts of the experts' tokens among a step's gradients; a `models.protocol.Counts`."""
+    """Counts of the experts' tokens among a step's gradients.
+
+    They are sums over microbatches and devices that no loss depends on. So a layer measures a step and moves a
+    parameter of its own, in every engine and without a further collective.
+    """
 
     names: frozenset[str]
     """Parameters whose gradients are counts: the routers' biases."""

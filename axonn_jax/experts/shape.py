@@ -39,38 +39,23 @@ class MoeConfig(Settings):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts of a layer: feed-forward layers, of which each token uses a few."""
+    """Experts of a layer: the fields of `models.ModelShape` about experts, by the words behind their prefixes."""
 
     experts: int
-    """Number of experts."""
     per_token: int
-    """Number of experts chosen by each token."""
     ffn: int
-    """Width of each expert."""
     every: int = 1
-    """Period of the layers with experts: one layer in so many."""
     first: int = 0
-    """First layer with experts, counted from 0."""
     shared: int = 0
-    """Number of experts used by every token, computed as one feed-forward layer of the total width."""
     router: Router = "softmax"
-    """Function of a router's scores: their softmax, or each score's sigmoid."""
     norm: bool = True
-    """True if the weights of a token's choices add up to 1."""
     scale: float = 1.0
-    """Factor on the weights."""
     groups: int = 1
-    """Number of groups of experts, some of which a token chooses first."""
     groups_kept: int = 1
-    """Number of groups chosen by a token."""
 
     def is_routed(self, layer: int) -> bool:
         """Return True if a layer has experts in the place of a feed-forward layer."""
         return layer >= self.first and (layer - self.first) % self.every == 0
-
-    def routed_layers(self, layers: int) -> int:
-        """Return how many of so many layers have experts."""
-        return len(range(self.first, layers, self.every))
 
     def check(self) -> None:
         """Raise ``UserError`` for contradictory numbers."""

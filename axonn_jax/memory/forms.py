@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from axonn_jax.tensor.collectives import WeightForm
 from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.weight_gather import Weight
 
-Weights = dict[str, jax.Array | WeightForm]
-"""Weights as layers read them, by name: an array, or a pytree of arrays that a layer takes its shard from."""
+Weights = dict[str, Weight]
+"""Weights as layers read them, by name."""
 
 
 class Forms(Protocol):

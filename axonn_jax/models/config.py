@@ -1,6 +1,6 @@
 """Sizes of a decoder-only transformer; no jax."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 from typing import Annotated
@@ -9,7 +9,6 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.declared.transformer import describe_alone
-from axonn_jax.models.rope import Rope
 from axonn_jax.ops.costs import forward_flops, matmul_flops, parameters
 from axonn_jax.options import (
     DERIVED,
@@ -37,7 +36,8 @@ def _size(most: int, least: int = 1) -> Range:
     return Range(f"an integer of at least {least} and at most {most:,}", least, most)
 
 
-Layers = Annotated[int, _size(10_000)]
+MOST_LAYERS = 10_000
+Layers = Annotated[int, _size(MOST_LAYERS)]
 Width = Annotated[int, _size(2**20)]
 Heads = Annotated[int, _size(2**16)]
 Tokens = Annotated[int, _size(2**27)]
@@ -92,7 +92,7 @@ class ModelShape(Settings):
     """Multiply embeddings by sqrt(hidden) (Gemma)."""
     window: TokensOrZero = 0
     """Tokens seen by a token: the last ones, itself included; 0: all."""
-    window_period: Annotated[int, _size(10_000, 0)] = 0
+    window_period: Annotated[int, _size(MOST_LAYERS, 0)] = 0
     """Number of layers of which the last has no window (Gemma 2: 2); 0: all have it."""
     attention_cap: NotNegative = 0.0
     """Soft cap of attention's scores, which become cap tanh(score / cap) (Gemma 2); 0: none."""
@@ -104,7 +104,7 @@ class ModelShape(Settings):
     post_norms: bool = False
     """Normalise the result of each half of a block too (Gemma 2)."""
     rope_scaling: RopeScaling = "none"
-    """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
+    """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope`)."""
     rope_factor: Positive = 1.0
     """Factor of the scaling."""
     rope_low_freq_factor: Positive = 1.0
@@ -170,14 +170,23 @@ class ModelShape(Settings):
                 raise UserError("model.head_dim", self.head_dim, "an even number, which rotary positions need")
             accepted = f"rotary positions need an even hidden/heads, this is {self.head_dim}"
             raise UserError("model.heads", self.heads, accepted)
-        if self.rope is not None:
-            self.rope.check()
-        elif self.rope_scaling != "none":
-            raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
+        if self.rope_scaling != "none":
+            self._check_scaling()
         if self.moe is not None:
             self.moe.check()
             if not self.routed_layers:
                 raise UserError("model.moe_first", self.moe_first, f"an integer below model.layers = {self.layers}")
+
+    def _check_scaling(self) -> None:
+        if self.positions != "rope":
+            raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
+        if self.rope_scaling != "linear" and not self.rope_original_seq_len:
+            accepted = f"the tokens of the sequences trained on first, which {self.rope_scaling} needs"
+            raise UserError("model.rope_original_seq_len", self.rope_original_seq_len, accepted)
+        for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if not least < most:
+                raise UserError(f"model.{high}", most, f"a number above model.{low} = {least}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raise ``UserError`` unless every parameter and activation of the model divides over the grid."""
@@ -197,14 +206,6 @@ class ModelShape(Settings):
             raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
 
     @cached_property
-    def rope(self) -> Rope | None:
-        """Rotary embedding of queries and keys; None with learned positions."""
-        if self.positions != "rope":
-            return None
-        names = [f.name for f in fields(Rope)]
-        return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
-
-    @cached_property
     def moe(self) -> ExpertShape | None:
         """The experts of a layer that has some; None in a dense model."""
         if not self.experts:
@@ -215,10 +216,14 @@ class ModelShape(Settings):
             self.shared_experts, self.router, **chosen,
         )  # fmt: skip
 
+    def experts_of(self, layer: int) -> ExpertShape | None:
+        """Return the experts of a layer; None where it has one feed-forward layer."""
+        return self.moe if self.moe is not None and self.moe.is_routed(layer) else None
+
     @cached_property
     def routed_layers(self) -> int:
         """Number of layers with experts."""
-        return 0 if self.moe is None else self.moe.routed_layers(self.layers)
+        return 0 if self.moe is None else len(range(self.moe_first, self.layers, self.moe_every))
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """Return the rule of a layer's attention; the first layer's has all that any other one's has."""
@@ -261,10 +266,9 @@ class ModelShape(Settings):
     def layer_kinds(self) -> list[tuple[int, int]]:
         """One block of each kind, with experts and without, and how many there are."""
         routed = self.routed_layers
-        if self.moe is None or routed == 0:
-            return [(0, self.layers)]
-        dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)
-        return [(self.moe.first, routed), *([(dense, self.layers - routed)] if routed < self.layers else [])]
+        dense = next((layer for layer in range(self.layers) if self.experts_of(layer) is None), 0)
+        kinds = ((self.moe_first, routed), (dense, self.layers - routed))
+        return [(layer, count) for layer, count in kinds if count]
 
     def step_flops(self, batch: int, *, recompute: bool = False, frozen: bool = False) -> int:
         """Return the FLOPs of one training step over `batch` sequences; the backward pass counts twice the forward.

@@ -1,6 +1,7 @@
-"""Packed rows: several documents in one row of tokens, none of which sees another, and the targets that count.
+"""Rows of a batch: their ids, the targets that count, and packed rows of several documents, none of which sees another.
 
-A packed row is one of words: the low 24 bits are a token's id, bit 30 says that it counts as a target, bit 31 that a
+A row is one of token ids, of which negative ones and those with the bit `LEFT_OUT` are no targets that count. A packed
+row is one of words: the low 24 bits are a token's id, bit 30 says that it counts as a target, bit 31 that a
 document begins with it. So a batch stays one array of integers, whatever reads it.
 """
 
@@ -13,14 +14,16 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.errors import UserError
-from axonn_jax.experts.packing import Packing
+from axonn_jax.experts.router import Packing
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.protocol import Model
 from axonn_jax.tensor.attention import Documents
 from axonn_jax.tensor.collectives import mark_varying
-from axonn_jax.tensor.loss import LEFT_OUT, counting, readable, target_weights
 
+LEFT_OUT = 1 << 29
+"""Bit of an id that is an input and no target that counts."""
 _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
+_NO_TARGET = -1
 
 
 class Residual(NamedTuple):
@@ -63,8 +66,8 @@ def packing_of(words: jax.Array, *, packed: bool) -> Packing:
     A document without a target that counts, as the rest of a row is, is padding. A row that is not `packed` is one
     document, and behind its last id that is not negative the rest.
     """
+    targets = jnp.sum(counted_targets(words, packed=packed), axis=1, dtype=jnp.float32)
     if not packed:
-        targets = jnp.sum(counting(words), axis=1, dtype=jnp.float32)
         text = lax.cummax((words >= 0).astype(jnp.int32), axis=1, reverse=True) == 1
         return Packing(text[:, :-1] & (targets > 0)[:, None], targets)
     starts = words < 0
@@ -73,7 +76,7 @@ def packing_of(words: jax.Array, *, packed: bool) -> Packing:
     rows = jnp.arange(words.shape[0])[:, None]
     trained = jnp.zeros((words.shape[0], words.shape[1] + 1), bool).at[rows, number].max(counts)
     text = jnp.take_along_axis(trained, number, axis=1)[:, :-1]
-    return Packing(text, jnp.sum(counted(words), axis=1, dtype=jnp.float32))
+    return Packing(text, targets)
 
 
 def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
@@ -82,32 +85,40 @@ def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
 
 
 def counted_targets(batch: Any, *, packed: bool) -> Any:
-    """True for each word or id of a batch [..., seq + 1] behind the first that is a target that counts, [..., seq]."""
-    return counted(batch) if packed else counting(batch)
+    """True for each word or id of a batch [..., seq + 1] behind the first that is a target that counts, [..., seq].
 
-
-def counted(words: Any) -> Any:
-    """True for each of the words [..., seq + 1] behind the first that is a target that counts, [..., seq].
-
-    A document's first token is no target: the token before it is of another document.
+    A negative id is none: -1, and -100 as PyTorch has it; nor is a document's first token, as the token before it is of
+    another document.
     """
-    targets = words[..., 1:]
-    return (targets & _COUNTED != 0) & (targets >= 0)
+    targets = batch[..., 1:]
+    return (targets >= 0) & ((targets & _COUNTED != 0) if packed else (targets & LEFT_OUT == 0))
+
+
+def readable(batch: jax.Array) -> jax.Array:
+    """The ids of a batch [rows, seq + 1] as layers may read them: 0 for a negative one, and in rows without targets.
+
+    So no result depends on such rows, and no lookup or loss ever meets an id that is none.
+    """
+    counts = jnp.any(counted_targets(batch, packed=False), axis=1, keepdims=True)
+    return jnp.where(counts, jnp.maximum(batch & ~LEFT_OUT, 0), 0)
 
 
 def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Targets of a batch [rows, seq + 1] and their weights in a sum of losses, [rows, seq] int32 and float32."""
-    if model.packed:
-        return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
-    return readable(batch)[:, 1:], target_weights(batch, model.vocab)
+    ids = token_ids(batch) if model.packed else readable(batch)
+    return ids[:, 1:], target_weights(batch, model.vocab, packed=model.packed)
 
 
-def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
-    """Weight of each target of packed rows; NaN in a row that counts and has an id outside of the vocabulary."""
-    counts = counted(words)
-    known = jnp.bool_(True) if vocab is None else jnp.all(token_ids(words) < vocab, axis=1, keepdims=True)
-    weights = jnp.where(known | ~jnp.any(counts, axis=1, keepdims=True), 1.0, jnp.nan)
-    return jnp.where(counts | jnp.isnan(weights), weights, 0.0).astype(jnp.float32)
+def target_weights(batch: jax.Array, vocab: int | None, *, packed: bool) -> jax.Array:
+    """Weight of each target of a batch [rows, seq + 1] in a sum of losses, [rows, seq] float32; no collectives.
+
+    In a row with an id beyond the vocabulary (None: there is no end to it) every target that counts counts NaN, and so
+    the sum is NaN on every grid, whatever the layers make of such an id.
+    """
+    ids = token_ids(batch) if packed else batch & ~LEFT_OUT
+    known = jnp.bool_(True) if vocab is None else jnp.all(ids < vocab, axis=1, keepdims=True)
+    counts = counted_targets(batch, packed=packed)
+    return jnp.where(counts, jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
 
 
 def ids_of(words: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -146,6 +157,18 @@ def leave_out(words: np.ndarray, which: np.ndarray, *, packed: bool) -> np.ndarr
     if packed:
         return np.where(which, words & ~np.int32(_COUNTED), words)
     return np.where(which & (words >= 0), words | np.int32(LEFT_OUT), words)
+
+
+def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:
+    """Return the batch with rows added at the end that do not count."""
+    filling = np.zeros((rows - len(batch), *batch.shape[1:]), batch.dtype)
+    return np.concatenate([batch, without_targets(filling, np.ones(len(filling), bool))])
+
+
+def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The batch, of which some rows, a mask, no longer count."""
+    targets = np.where(rows[:, None], np.array(_NO_TARGET, batch.dtype), batch[:, 1:])
+    return np.concatenate([batch[:, :1], targets], axis=1)
 
 
 def pack(

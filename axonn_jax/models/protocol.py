@@ -1,42 +1,17 @@
 """The protocol between models and whoever trains, cuts into stages, plans or runs them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
+from axonn_jax.experts.load import Loads
 from axonn_jax.grid import GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.tensor.elementwise import DropoutKey
-
-
-class Counts(Protocol):
-    """Meaning of gradients that are counts: sums over microbatches and devices that no loss depends on.
-
-    So a layer measures a step and moves a parameter of its own, in every engine and without a further collective
-    (`experts.load`).
-    """
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Parameters whose gradients are counts; they are left out of the norm."""
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric among a step's results."""
-
-    def measure(self, grads: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the metric of the counts in `grads`, at least one; of several stages the largest counts."""
-
-    def centred(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the gradients with counts in the form that `optimizer` takes, which adds up as counts do."""
-
-    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer `tx` with another update of the parameters named."""
 
 
 @runtime_checkable
@@ -92,7 +67,7 @@ class Model(Protocol):
     def segments(self) -> tuple[Segment, ...]:
         """The smallest parts that a pipeline stage can hold, in order, with their costs."""
 
-    def counts(self, names: frozenset[str]) -> "Counts | None":
+    def counts(self, names: frozenset[str]) -> Loads | None:
         """Return the meaning of gradients of these names, which are counts; None where there are none."""
 
     def check_grid(self, grid: GridShape) -> None:

@@ -37,7 +37,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
 
     segments = [segment("embedding", first)]
     for block in range(shape.layers):
-        layer, routed = f"blocks.{block}", shape.moe is not None and shape.moe.is_routed(block)
+        layer, routed = f"blocks.{block}", shape.experts_of(block) is not None
         attention, second = (joined([part]) for part in halves(shape, block, alone(shape)))
         rule = shape.attention_rule(block)
         segments.append(segment(f"{layer}.attention", attention, layer, f"attention with {rule}"))

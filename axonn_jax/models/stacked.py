@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
-from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
+from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 Carry = TypeVar("Carry")
 
@@ -102,10 +102,6 @@ class Stack:
                 continue
             joined[name] = join_layers(layers, NamedSharding(mesh, spec), used_up=used_up)
         return joined
-
-    def shard(self, params: Params, mesh: Mesh, *, used_up: bool = False) -> Params:
-        """A model's parameters, laid out on the mesh and stacked; `used_up` as for `join`."""
-        return self.join(placed(params, self.per_layer.specs, mesh), mesh, used_up=used_up)
 
 
 def unstacked(split: SplitModule) -> Stack:

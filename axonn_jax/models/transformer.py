@@ -22,18 +22,19 @@ from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream_of, values_of
+from axonn_jax.models.rope import amplitude, frequencies
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
-from axonn_jax.tensor.elementwise import DropoutKey, activated, dropout
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence
+from axonn_jax.tensor.elementwise import DropoutKey, activated, capped, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.kernels.cap import capped
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
+from axonn_jax.tensor.weight_gather import gather_weight
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -49,11 +50,10 @@ def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
 
 
 def _rotation(shape: ModelShape) -> Rotation | None:
-    rope = shape.rope
-    if rope is None:
+    if shape.positions != "rope":
         return None
-    amplitude = rope.amplitude * (shape.head_dim / shape.score_dim) ** 0.25  # of queries and of keys
-    return Rotation(tuple(rope.frequencies(shape.head_dim).tolist()), amplitude)
+    factor = amplitude(shape) * (shape.head_dim / shape.score_dim) ** 0.25  # of queries and of keys
+    return Rotation(tuple(frequencies(shape).tolist()), factor)
 
 
 class Mlp(nnx.Module):
@@ -109,9 +109,9 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(shape)
         self.attention_post_norm = _norm(shape) if shape.post_norms else None
         self.mlp_post_norm = _norm(shape) if shape.post_norms else None
-        moe, self.balance_weight = shape.moe, training.balance_weight
+        moe, self.balance_weight = shape.experts_of(index), training.balance_weight
         self.mlp: Mlp | MixtureOfExperts
-        if moe is None or not moe.is_routed(index):
+        if moe is None:
             self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
             return
         wide = replace(shape, ffn=moe.shared * moe.ffn, bias="none") if moe.shared else None

@@ -80,7 +80,7 @@ class Reduction:
         return run.lower(losses, targets).compile()
 
     def _measure(self, counted: dict[str, P]) -> Callable[..., Any]:
-        """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of `Counts`
+        """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of `Loads`
         their metric, or None, and by name the counts that the optimizer takes.
         """
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.pruned.masks import counting, rounds
-from axonn_jax.pruned.weight import PrunedWeight, places, put, taken
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
+from axonn_jax.tensor.weight_gather import PrunedWeight, taken
 
 _MOST = 2**31
 """Entries of a device's part of a parameter that an int32 index can name."""
@@ -196,3 +196,18 @@ def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Ar
         shard_mapped(local, mesh, (specs,), specs, differentiated=False),
         out_shardings=[NamedSharding(mesh, spec) for spec in specs],
     )
+
+
+def put(dense: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """A local dense array with values [1, ..., slots] in the place of its kept entries."""
+    kept = dense.reshape(-1).at[index.reshape(-1)]
+    entries = values.reshape(-1).astype(dense.dtype)
+    return kept.set(entries, mode="drop", unique_indices=True, indices_are_sorted=True).reshape(dense.shape)
+
+
+def places(mask: jax.Array, slots: int) -> jax.Array:
+    """Return the index [1, ..., slots] of the entries that a local mask keeps; spare slots point behind the end."""
+    kept = jnp.nonzero(mask.reshape(-1), size=slots, fill_value=0)[0].astype(jnp.int32)
+    number = jnp.arange(slots, dtype=jnp.int32)
+    filled = jnp.where(number < jnp.sum(mask, dtype=jnp.int32), kept, mask.size + number)
+    return filled.reshape((1,) * (mask.ndim - 1) + (slots,))

@@ -16,7 +16,7 @@ from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles, choose_form, tiles
 from axonn_jax.tensor.kernels.blocked import blocked_attention
 from axonn_jax.tensor.linear import Linear, column_parallel
-from axonn_jax.tensor.norm import HeadNorm
+from axonn_jax.tensor.norm import RMSNorm
 
 
 class Rotation(NamedTuple):
@@ -152,8 +152,8 @@ class Attention(nnx.Module):
         key_in, key_out = jax.random.split(key)
         wide = (heads + 2 * kv_heads) * head_dim
         self.qkv = Linear(hidden, wide, in_axis="x", bias=bias != "none", std=std, key=key_in, comm=comm)
-        self.q_norm = None if norm_eps is None else HeadNorm(head_dim, eps=norm_eps)
-        self.k_norm = None if norm_eps is None else HeadNorm(head_dim, eps=norm_eps)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, eps=norm_eps, axis="")
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, eps=norm_eps, axis="")
         self.out = Linear(
             heads * head_dim, hidden, in_axis="y", bias=bias == "all", std=out_std, key=key_out, comm=comm
         )

@@ -8,12 +8,9 @@ layers, called outside a manual region, are the plain version.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -56,62 +53,6 @@ def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """
     new = tuple(axis for axis in live(axes) if axis not in compat.varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GatheredWeight:
-    """Weight gathered already, in place of its shard, for layers that several sub-batches share."""
-
-    value: jax.Array
-
-
-class WeightForm(Protocol):
-    """A weight's shard in another form, in its place in a module: a pytree, such as `pruned.weight.PrunedWeight`."""
-
-    def shard(self) -> jax.Array:
-        """Return the dense shard for a layer."""
-
-    def trained(self, dtype: jnp.dtype) -> jax.Array:
-        """Return the array, in `dtype`, whose gradient is that of the trained values."""
-
-    def holding(self, dense: jax.Array) -> "WeightForm":
-        """Return the form with another array, as of gradients, in the place of the dense one."""
-
-    def training(self, trained: jax.Array, dtype: jnp.dtype) -> "WeightForm":
-        """Return the form whose shard hands its gradient on to `trained`, reduced over `z` in `dtype`."""
-
-
-def gather_weight(w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, dim: int = 0) -> jax.Array:
-    """All-gather a weight shard, cast to `dtype`, along `dim` over `z`.
-
-    The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
-    off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
-    elements of the gathered weight * itemsize`, of `dtype` there and of the shard's on the way back.
-    """
-    if isinstance(w, GatheredWeight):
-        return w.value
-    if not isinstance(w, jax.Array):
-        w = w.shard()
-    if axis_size("z") == 1:
-        return w.astype(dtype)
-    return checkpoint_name(_gathered(w, jnp.dtype(dtype), dim), "z_all_gather")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
-    return lax.all_gather(w.astype(dtype), "z", axis=dim, tiled=True)
-
-
-def _gathered_forward(w: jax.Array, dtype: jnp.dtype, dim: int) -> tuple[jax.Array, jax.Array]:
-    return _gathered(w, dtype, dim), jnp.zeros((), w.dtype)
-
-
-def _gathered_backward(dtype: jnp.dtype, dim: int, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (reduce_scatter(g.astype(like.dtype), "z", dim),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
@@ -176,42 +117,42 @@ SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
 _SEQUENCE_DIM = 1  # of [batch, seq, features]
 
 
-def gather_sequence(x: jax.Array) -> jax.Array:
-    """All-gather [batch, seq/Gy, features] along its sequence dim over `y`.
+def gather_over(x: jax.Array, axis: str, dim: int, of: str = "") -> jax.Array:
+    """All-gather along `dim` over `axis`; for activation policies the result is `of` something, by default the axis.
 
     The transpose reduce-scatters. Bytes a device on a ring, either way: `(G-1)/G * size of the result * itemsize`.
     """
-    return _gather(x, SEQUENCE_AXIS, _SEQUENCE_DIM)
+    return x if axis_size(axis) == 1 else checkpoint_name(all_gather(x, axis, dim), f"{of or axis}_all_gather")
+
+
+def scatter_over(sums: jax.Array, axis: str, dim: int, of: str = "") -> jax.Array:
+    """Reduce-scatter partial sums along `dim` over `axis`; name and bytes as for the gather."""
+    if axis_size(axis) == 1:
+        return sums
+    return checkpoint_name(reduce_scatter(sums, axis, dim), f"{of or axis}_reduce_scatter")
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """All-gather [batch, seq/Gy, features] along its sequence dim over `y`; bytes and transpose as of `gather_over`."""
+    return gather_over(x, SEQUENCE_AXIS, _SEQUENCE_DIM)
 
 
 def scatter_sequence(sums: jax.Array) -> jax.Array:
     """Reduce-scatter partial sums [batch, seq, features] over `y` along the sequence dim; bytes as for the gather."""
-    return _scatter(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
+    return scatter_over(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
 
 
 def gather_features(x: jax.Array) -> jax.Array:
-    """All-gather [..., features/Gx] along its features over `x`; bytes and transpose as for `gather_sequence`."""
-    return _gather(x, FEATURE_AXIS, x.ndim - 1)
+    """All-gather [..., features/Gx] along its features over `x`; bytes and transpose as of `gather_over`."""
+    return gather_over(x, FEATURE_AXIS, x.ndim - 1)
 
 
 def scatter_features(sums: jax.Array) -> jax.Array:
     """Reduce-scatter partial sums [..., features] over `x` along the features; bytes as for the gather."""
-    return _scatter(sums, FEATURE_AXIS, sums.ndim - 1)
+    return scatter_over(sums, FEATURE_AXIS, sums.ndim - 1)
 
 
 def local_sequence(full: jax.Array, dim: int) -> jax.Array:
-    """Slices this device's part of a sequence dim that every device along `y` has in full; no collectives."""
+    """Return this device's part of a dim of tokens that every device along `y` has in full; no collectives."""
     size = full.shape[dim] // axis_size(SEQUENCE_AXIS)
     return lax.dynamic_slice_in_dim(full, axis_index(SEQUENCE_AXIS) * size, size, dim)
-
-
-def _gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    if axis_size(axis) == 1:
-        return x
-    return checkpoint_name(all_gather(x, axis, dim), f"{axis}_all_gather")
-
-
-def _scatter(sums: jax.Array, axis: str, dim: int) -> jax.Array:
-    if axis_size(axis) == 1:
-        return sums
-    return checkpoint_name(reduce_scatter(sums, axis, dim), f"{axis}_reduce_scatter")

@@ -89,3 +89,8 @@ def activated(kind: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     if gate is None:
         return jnp.square(jax.nn.relu(up)) if kind == "relu2" else jax.nn.gelu(up, approximate=True)
     return (jax.nn.silu(gate) if kind == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
+
+
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    """Return cap * tanh(x / cap) in float32, between -cap and cap, as of Gemma 2; `x` itself if the cap is 0."""
+    return cap * jnp.tanh(x.astype(jnp.float32) / cap) if cap else x

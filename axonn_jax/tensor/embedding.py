@@ -11,7 +11,6 @@ from axonn_jax.tensor.collectives import (
     all_reduce,
     axis_size,
     gather_sequence,
-    gather_weight,
     local_sequence,
     mark_varying,
     scatter_sequence,
@@ -19,6 +18,7 @@ from axonn_jax.tensor.collectives import (
 )
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import normal_param
+from axonn_jax.tensor.weight_gather import gather_weight
 
 
 def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool = False) -> jax.Array:
@@ -49,17 +49,13 @@ def _wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-def _forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _wide_sums(table, ids), (table, ids)
-
-
 def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
     table, ids = kept
     zeros = mark_varying(jnp.zeros(table.shape, jnp.float32), compat.varying_axes(dy))
     return zeros.at[ids].add(dy.astype(jnp.float32), mode="clip").astype(table.dtype), None
 
 
-_wide_sums.defvjp(_forward, _backward)
+_wide_sums.defvjp(lambda table, ids: (_wide_sums(table, ids), (table, ids)), _backward)
 
 
 def tied_logits(

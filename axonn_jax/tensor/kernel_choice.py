@@ -55,7 +55,7 @@ class AttentionRule(NamedTuple):
     window: int = 0
     """Tokens that a token sees, itself and those right before it; 0: all before it."""
     cap: float = 0.0
-    """Soft cap of scores (`kernels.cap`); 0: none."""
+    """Soft cap of scores (`elementwise.capped`); 0: none."""
 
     def __str__(self) -> str:
         window = [f"windows of {self.window} tokens"] if self.window else []
@@ -100,22 +100,11 @@ def choose_form(
     if packed:  # neither is known to take masks that depend on the batch
         against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
     if wanted == "auto":
-        best = next((kernel for kernel, fault in against.items() if not fault), None)
-        if best is not None:
-            return AttentionForm("cudnn" if best == "cudnn" else "splash")
-        faults = [
-            f"not {kernel}: {fault}"
-            for kernel, fault in against.items()
-            if kernel == ("splash" if _tpu(device) else "cudnn")
-        ]
-        return AttentionForm("blocked", "; ".join(faults))
+        fast: AttentionKernel = "splash" if device.platform == "tpu" else "cudnn"
+        return AttentionForm("blocked", f"not {fast}: {against[fast]}") if against[fast] else AttentionForm(fast)
     if fault := against.get(wanted):
         raise UserError(FIELD, wanted, f"{accepted}: {fault}")
     return AttentionForm(wanted)
-
-
-def _tpu(device: AttentionDevice) -> bool:
-    return device.platform == "tpu"
 
 
 def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:

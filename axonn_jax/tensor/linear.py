@@ -14,12 +14,10 @@ from axonn_jax.backend.repairs import over_rows
 from axonn_jax.ops.layers import Comm, TensorAxis
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
-    GatheredWeight,
     all_reduce,
     axis_size,
     gather_features,
     gather_sequence,
-    gather_weight,
     mark_varying,
     scatter_features,
     scatter_sequence,
@@ -28,6 +26,7 @@ from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
+from axonn_jax.tensor.weight_gather import GatheredWeight, gather_weight
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -114,14 +113,12 @@ class Linear(nnx.Module):
         self.adapter = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them those of reading the stream.
+        """[..., in/Gin] -> [..., out/Gout]; collectives as in `column_parallel`, over `y` as in `matmul_4d`.
 
         An adapter drops features where `key` is given.
         """
-        if self.in_axis == "x" and self.comm == "sequence":
-            x = gather_sequence(x)
-        elif self.in_axis == "x" and self.comm == "gather":
-            x = gather_features(mark_varying(x, ("y",)))
+        if self.in_axis == "x":
+            return column_parallel((self,), x, key)[0]
         return self.apply_to_gathered(x, self.kernel.get_value(), key)
 
     def apply_to_gathered(
@@ -144,16 +141,12 @@ def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
     return y + bias.astype(y.dtype)
 
 
-def _plus_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _plus(y, bias), bias
-
-
 def _plus_backward(bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     db = jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=jnp.float32)
     return dy, db.astype(bias.dtype)
 
 
-_plus.defvjp(_plus_forward, _plus_backward)
+_plus.defvjp(lambda y, bias: (_plus(y, bias), bias), _plus_backward)
 
 
 def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | None = None) -> list[jax.Array]:
@@ -163,11 +156,9 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | No
     stream is gathered once for all layers; other collectives are those of `matmul_4d`.
     """
     comm = layers[0].comm
-    if comm == "all_reduce":
+    if comm != "sequence":
         x = mark_varying(x, ("y",))
-        return [layer(x, key) for layer in layers]
-    if comm == "gather":
-        x = gather_features(mark_varying(x, ("y",)))
+        x = gather_features(x) if comm == "gather" else x
         return [layer.apply_to_gathered(x, layer.kernel.get_value(), key) for layer in layers]
     # Weights are gathered before: the backward pass gathers only the stream again.
     kernels = [GatheredWeight(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]

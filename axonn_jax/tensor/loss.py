@@ -1,4 +1,4 @@
-"""Cross-entropy over a sharded vocabulary, and which targets count in it.
+"""Cross-entropy over a sharded vocabulary.
 
 The logits are never gathered, and in float32 only a part of them exists.
 """
@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
+from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import loss_chunk
-from axonn_jax.tensor.kernels.cap import capped
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 
 VOCAB_AXIS = "y"
@@ -31,7 +30,7 @@ class Projection(NamedTuple):
     used: int | None = None
     """Entries of the vocabulary, where the weight has more; further entries have a logit of minus infinity."""
     cap: float = 0.0
-    """Soft cap of logits (`kernels.cap`); 0: none."""
+    """Soft cap of logits (`elementwise.capped`); 0: none."""
 
     @property
     def columns(self) -> int:
@@ -190,47 +189,3 @@ def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Token
         return carry, results
     carry, rest = f(carry, jax.tree.map(lambda a: a[divided:], tokens))
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, rest)
-
-
-NO_TARGET = -1
-"""The targets of a row that fills a batch up."""
-LEFT_OUT = 1 << 29
-"""Bit of an id that is an input and no target that counts."""
-
-
-def counting(batch: Any) -> Any:
-    """True if each id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq].
-
-    A negative one is none: -1, and -100 as PyTorch has it; nor is one with the bit `LEFT_OUT`.
-    """
-    return (batch[..., 1:] >= 0) & (batch[..., 1:] & LEFT_OUT == 0)
-
-
-def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
-    """Weight of each target of a batch [rows, seq + 1] in a sum of losses, [rows, seq] float32; no collectives.
-
-    In a row with an id beyond the vocabulary (None: there is no end to it) every target that counts counts NaN, and so
-    the sum is NaN on every grid, whatever the layers make of such an id.
-    """
-    known = jnp.bool_(True) if vocab is None else jnp.all(batch & ~LEFT_OUT < vocab, axis=1, keepdims=True)
-    return jnp.where(counting(batch), jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
-
-
-def readable(batch: jax.Array) -> jax.Array:
-    """The ids of a batch [rows, seq + 1] as layers may read them: 0 for a negative one, and in rows without targets.
-
-    So no result depends on such rows, and no lookup or loss ever meets an id that is none.
-    """
-    return jnp.where(jnp.any(counting(batch), axis=1, keepdims=True), jnp.maximum(batch & ~LEFT_OUT, 0), 0)
-
-
-def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:
-    """Return the batch with rows added at the end that do not count."""
-    filling = np.zeros((rows - len(batch), *batch.shape[1:]), batch.dtype)
-    return np.concatenate([batch, without_targets(filling, np.ones(len(filling), bool))])
-
-
-def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The batch, of which some rows, a mask, no longer count."""
-    targets = np.where(rows[:, None], np.array(NO_TARGET, batch.dtype), batch[:, 1:])
-    return np.concatenate([batch[:, :1], targets], axis=1)

@@ -29,20 +29,11 @@ def layer_norm(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
-    """Divide [..., features/G] by the root mean square over features split over `axis`; float32 inside.
+    """Divide [..., features/G] by the root mean square over features split over `axis` (empty: none); float32 inside.
 
     Collective: one all-reduce over `axis` of one float32 a row each way.
     """
     return _norm(x, scale, None, _Norm(eps, axis))
-
-
-def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide [batch, seq, heads, head_dim] by each head's root mean square, then scale; float32 inside.
-
-    `scale` [head_dim] is all heads': its gradient is all-reduced over the axes that split heads, 4 head_dim bytes a
-    microbatch.
-    """
-    return _norm(x, scale, None, _Norm(eps))
 
 
 class _Norm(NamedTuple):
@@ -139,25 +130,17 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm over features split over `x`, scaled by `offset` plus the weight."""
+    """RMSNorm over features split over `axis` (empty: none, as those of a head), scaled by `offset` plus the weight."""
 
-    def __init__(self, features: int, *, eps: float, offset: float = 0.0):
-        self.eps, self.offset = eps, offset
-        self.scale = constant_param((features,), 1.0 - offset, P(FEATURE_AXIS))
+    def __init__(self, features: int, *, eps: float, offset: float = 0.0, axis: str = FEATURE_AXIS):
+        self.eps, self.offset, self.axis = eps, offset, axis
+        self.scale = constant_param((features,), 1.0 - offset, P(axis) if axis else P())
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features/Gx] -> same; collectives as in `rms_norm`."""
+        """[..., features/Gx] -> same; collectives as in `rms_norm`.
+
+        A weight of heads that are split has a gradient that is all-reduced over their axes, 4 head_dim bytes a
+        microbatch.
+        """
         scale = self.scale.get_value()
-        return rms_norm(x, scale.astype(jnp.float32) + self.offset if self.offset else scale, self.eps)
-
-
-class HeadNorm(nnx.Module):
-    """RMSNorm over each head's features, with the same weight for all heads."""
-
-    def __init__(self, head_dim: int, *, eps: float):
-        self.eps = eps
-        self.scale = constant_param((head_dim,), 1.0, P())
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, heads, head_dim] -> same; collectives as in `head_norm`."""
-        return head_norm(x, self.scale.get_value(), self.eps)
+        return rms_norm(x, scale.astype(jnp.float32) + self.offset if self.offset else scale, self.eps, self.axis)

@@ -135,7 +135,7 @@ def split_module(module: nnx.Module) -> SplitModule:
     graphdef, state, rest = split
     flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
     # The way back must not keep the arrays alive: a trainer has it as long as it lives.
-    empty = {name: (path, var.replace(_shape(var.get_value()))) for name, (path, var) in flat.items()}
+    empty = {name: (path, var.replace(jax.tree.map(_shape, var.get_value()))) for name, (path, var) in flat.items()}
 
     def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
         pairs = [(path, var.replace(params[name])) for name, (path, var) in empty.items()]

@@ -1,16 +1,108 @@
-"""Weight gathers done once for several calls, and the arrays of weights that gradients are taken of."""
+"""Weights of layers: shards that are gathered, once or for several calls, and pruned ones in a form of their own."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from axonn_jax.tensor.collectives import GatheredWeight, WeightForm, axis_size, gather_weight, reduce_scatter
-from axonn_jax.tensor.params import Params, Specs, layout
+from axonn_jax import compat
+from axonn_jax.tensor.collectives import axis_size, mark_varying, reduce_scatter
+from axonn_jax.tensor.params import Params, Specs, split_module
 from axonn_jax.tensor.specs import split_dim
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GatheredWeight:
+    """Weight gathered already, in place of its shard, for layers that several sub-batches share."""
+
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrunedWeight:
+    """A device's part of a pruned weight, in the weight's own place in a module."""
+
+    dense: jax.Array
+    """The part itself, whose entries that are not kept are zero."""
+    index: jax.Array
+    """Positions of the kept entries, row by row: [1, ..., slots] int32, ascending; spare slots lie beyond the last."""
+    tap: jax.Array | None = None
+    """[1, ..., slots], of any value: gradients arrive here, in its dtype. None where there are none."""
+
+    def shard(self) -> jax.Array:
+        """The dense part, of whose gradient the kept entries alone go on, as soon as it is there; no collectives.
+
+        Source: SAMO (Singh and Bhatele, IPDPS 23), section on compressing gradients layer by layer.
+        """
+        if self.tap is None:
+            return self.dense
+        return _tapped(self.tap, mark_varying(self.dense, compat.varying_axes(self.tap)), self.index)
+
+    def trained(self, dtype: jnp.dtype) -> jax.Array:
+        """Return a tap in `dtype`, the array that is differentiated."""
+        return mark_varying(jnp.zeros(self.index.shape, dtype), compat.varying_axes(self.index))
+
+    def holding(self, dense: jax.Array) -> "PrunedWeight":
+        """Return the weight with another array, as of gradients, in the place of the dense part."""
+        return replace(self, dense=dense)
+
+    def training(self, trained: jax.Array, dtype: jnp.dtype) -> "PrunedWeight":
+        """Return the weight with `trained` as its tap; a gradient that is reduced over `z` is so in `dtype`."""
+        return replace(self, dense=self.dense.astype(dtype) if axis_size("z") > 1 else self.dense, tap=trained)
+
+
+@jax.custom_vjp
+def _tapped(tap: jax.Array, dense: jax.Array, index: jax.Array) -> jax.Array:
+    return dense
+
+
+_tapped.defvjp(
+    lambda tap, dense, index: (dense, (tap, index)),
+    lambda kept, grad: (taken(grad, kept[1]).astype(kept[0].dtype), None, None),
+)
+
+
+def taken(dense: jax.Array, index: jax.Array) -> jax.Array:
+    """The kept entries [1, ..., slots] of a local dense array; 0 in slots to spare."""
+    kept = dense.reshape(-1).at[index.reshape(-1)]
+    entries = kept.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    return entries.reshape(index.shape)
+
+
+def gather_weight(w: jax.Array | GatheredWeight | PrunedWeight, dtype: jnp.dtype, dim: int = 0) -> jax.Array:
+    """All-gather a weight shard, cast to `dtype`, along `dim` over `z`.
+
+    The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
+    off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
+    elements of the gathered weight * itemsize`, of `dtype` there and of the shard's on the way back.
+    """
+    if isinstance(w, GatheredWeight):
+        return w.value
+    if isinstance(w, PrunedWeight):
+        w = w.shard()
+    if axis_size("z") == 1:
+        return w.astype(dtype)
+    return checkpoint_name(_gathered(w, jnp.dtype(dtype), dim), "z_all_gather")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
+    return lax.all_gather(w.astype(dtype), "z", axis=dim, tiled=True)
+
+
+_gathered.defvjp(
+    lambda w, dtype, dim: (_gathered(w, dtype, dim), jnp.zeros((), w.dtype)),
+    lambda dtype, dim, like, g: (reduce_scatter(g.astype(like.dtype), "z", dim),),
+)
+
 
 MaybeGathered = dict[str, jax.Array | GatheredWeight]
 """Parameters as a device has them, shards or gathered full."""
@@ -18,18 +110,22 @@ MaybeGathered = dict[str, jax.Array | GatheredWeight]
 Module = TypeVar("Module", bound=nnx.Module)
 
 
-def trained(weight: jax.Array | WeightForm, sums: jnp.dtype) -> jax.Array:
+Weight = jax.Array | PrunedWeight
+"""Weight as a layer reads it: an array, or a pytree that a layer takes its shard from."""
+
+
+def trained(weight: Weight, sums: jnp.dtype) -> jax.Array:
     """Return the array of a weight that gradients are taken of: the weight itself, or its form's, in dtype `sums`."""
     return weight if isinstance(weight, jax.Array) else weight.trained(sums)
 
 
-def training(weights: Mapping[str, jax.Array | WeightForm], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
+def training(weights: Mapping[str, Weight], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
     """Return the weights for layers: `held` itself, or a form that hands its gradient on to the array held."""
-
-    def one(weight: jax.Array | WeightForm, value: Any) -> Any:
-        return value if isinstance(weight, jax.Array) else weight.training(value, sums)
-
-    return {name: one(weights[name], value) for name, value in held.items()}
+    made = dict(held)
+    for name, value in held.items():
+        if not isinstance(weight := weights[name], jax.Array):
+            made[name] = weight.training(value, sums)
+    return made
 
 
 def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Module:
@@ -41,17 +137,9 @@ def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Modul
     """
     if axis_size("z") == 1:
         return module
-    split: Any = nnx.split(module, nnx.Param, ...)
-    graphdef, state, rest = split
-
-    def gathered(path: tuple[Any, ...], var: Any) -> Any:
-        dim = split_dim(layout(var.get_metadata()), "z")
-        if path[0] == skip or dim is None:
-            return var
-        return var.replace(GatheredWeight(gather_weight(var.get_value(), dtype, dim=dim)))
-
-    pairs = [(path, gathered(path, var)) for path, var in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)  # type: ignore[no-any-return]
+    parts: Any = split_module(module)
+    own = {name: weight for name, weight in parts.params.items() if name.partition(".")[0] != skip}
+    return parts.merge(parts.params | gather_params(own, parts.specs, dtype))  # type: ignore[no-any-return]
 
 
 def cast_for_reduction(dtype: jnp.dtype, params: MaybeGathered | Params, specs: Specs) -> MaybeGathered:
@@ -112,15 +200,10 @@ def _as_gathered(shard: jax.Array, full: jax.Array, dim: int) -> jax.Array:
     return full
 
 
-def _forward(shard: jax.Array, full: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    return full, shard
-
-
-def _backward(dim: int, shard: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return reduce_scatter(grad.astype(shard.dtype), dim=dim), jnp.zeros_like(grad)
-
-
-_as_gathered.defvjp(_forward, _backward)
+_as_gathered.defvjp(
+    lambda shard, full, dim: (full, shard),
+    lambda dim, shard, grad: (reduce_scatter(grad.astype(shard.dtype), dim=dim), jnp.zeros_like(grad)),
+)
 
 
 def scatter_grads(sums: Mapping[str, jax.Array | GatheredWeight], specs: Specs) -> Params:

@@ -212,7 +212,7 @@ def local_products(
     read, over = (shape.hidden, grid.y * grid.x) if comm.attention else (stream, grid.y)
     qkv, width = shape.qkv_width // over, shape.heads * shape.head_dim // over
     hidden, ffn = (shape.hidden, shape.ffn // grid.y // grid.x) if comm.mlp else (stream, shape.ffn // grid.y)
-    dense = shape.layers - (shape.moe.routed_layers(shape.layers) if shape.moe is not None else 0)
+    dense = shape.layers - shape.routed_layers
     layers = [
         (products(tokens, read, qkv, dtype), shape.layers),
         (products(tokens, width, read, dtype), shape.layers),

@@ -19,7 +19,7 @@ from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import Loader, TokenSamples
 from axonn_jax.data.manifest import Manifest
-from axonn_jax.models.packed import counted, token_ids
+from axonn_jax.models.packed import counted_targets, token_ids
 
 SEQ = 48
 
@@ -81,11 +81,11 @@ def test_the_manifest_says_what_is_there(prepared):
         samples = TokenSamples(prepared.path, name, SEQ)
         rows = np.stack([samples[at] for at in range(len(samples))])
         assert rows.dtype == np.int32
-        assert split.counted == counted(rows).sum() > 0
+        assert split.counted == counted_targets(rows, packed=True).sum() > 0
         padding = sum(len(ids) for row in rows for ids, marks in documents(row) if not any(marks))
         assert split.padding == padding
         assert split.fill == 1 - padding / rows.size
-    counts = np.bincount(token_ids(rows[:, 1:])[counted(rows)])
+    counts = np.bincount(token_ids(rows[:, 1:])[counted_targets(rows, packed=True)])
     share = counts[counts > 0] / counts.sum()
     assert prepared.unigram_entropy == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
 
@@ -113,7 +113,7 @@ def test_goldfish_sees_packed_rows(prepared):
     batch, marked_batch = next(plain), next(dropped)
     np.testing.assert_array_equal(marked_batch, goldfish(batch, 2, 3, packed=True))
     np.testing.assert_array_equal(token_ids(marked_batch), token_ids(batch))
-    assert counted(marked_batch).sum() < 0.8 * counted(batch).sum()
+    assert counted_targets(marked_batch, packed=True).sum() < 0.8 * counted_targets(batch, packed=True).sum()
 
 
 @pytest.mark.parametrize("kind", [{}, {"trim": True}, {"spaces": True}], ids=str)
@@ -219,4 +219,4 @@ def test_a_vocabulary_of_150_000(tmp_path):
     manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
     assert manifest.vocab == 150_000
     batch = next(Loader(tmp_path / "out", seq_len=64, global_batch=2, prefetch=0))
-    assert 149_999 in token_ids(batch[:, 1:])[counted(batch)]
+    assert 149_999 in token_ids(batch[:, 1:])[counted_targets(batch, packed=True)]

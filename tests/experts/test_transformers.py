@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from huggingface_fixtures import ROUTED, stored
 
-from axonn_jax.experts.balance import balance_loss
-from axonn_jax.experts.router import route
+from axonn_jax.experts.router import balance_loss, route
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.models.huggingface import shape_from_config
 

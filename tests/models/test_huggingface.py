@@ -169,7 +169,7 @@ def test_fixture_feels_every_parameter(family):
     weights, gradients = under(family, "weights/"), under(family, "gradients/")
     assert weights.keys() == gradients.keys()
     shape = shape_from_config(config(family))
-    biases = 0 if shape.moe is None else shape.experts * shape.moe.routed_layers(shape.layers)  # of routers: not theirs
+    biases = shape.experts * shape.routed_layers  # of routers: not theirs
     assert sum(a.size for a in weights.values()) == shape.params() - biases
     for name, value in weights.items():
         assert value.dtype == gradients[name].dtype == np.float32

@@ -267,6 +267,8 @@ def test_fields_left_out_take_the_defaults_of_transformers():
         ("qwen3_moe", {"decoder_sparse_step": 3}, "config.decoder_sparse_step", 3),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "config.mlp_only_layers", [0, 1]),
         ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, "config.mlp_only_layers", [2]),
+        ("qwen3_moe", {"num_hidden_layers": 10**12, "mlp_only_layers": [0]}, "model.layers", 10**12),
+        ("gemma2", {"num_hidden_layers": 10**12, "layer_types": None}, "model.layers", 10**12),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "config.mlp_only_layers", "0"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "config.norm_topk_prob", 1),
         ("qwen3_moe", {"attention_bias": True}, "config.attention_bias", True),

@@ -11,7 +11,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.rope import Rope
+from axonn_jax.models.rope import amplitude, frequencies
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 
@@ -102,13 +102,17 @@ def test_caps_and_windows_by_layer_in_every_layout(axes, layout, options):
 SLOW = [0.00125, 0.00039528473, 0.00012500001, 3.9528473e-05]
 TABLES = {
     "linear": (
-        Rope(1e4, "linear", factor=4.0),
+        {"rope_scaling": "linear", "rope_factor": 4.0},
         [0.25, 0.079056941, 0.025, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
         1.0,
     ),
-    "llama3": (Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64), [1.0, 0.24438459, 0.013042256, 0.0039528473, *SLOW], 1.0),
+    "llama3": (
+        {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_seq_len": 64},
+        [1.0, 0.24438459, 0.013042256, 0.0039528473, *SLOW],
+        1.0,
+    ),
     "yarn": (
-        Rope(1e4, "yarn", 4.0, original_seq_len=64),
+        {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_seq_len": 64},
         [1.0, 0.23717082, 0.049999997, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
         1.138629436111989,
     ),
@@ -117,9 +121,10 @@ TABLES = {
 
 @pytest.mark.parametrize("scaling", TABLES)
 def test_frequencies_are_those_of_transformers(scaling):
-    rope, table, amplitude = TABLES[scaling]
-    np.testing.assert_allclose(rope.frequencies(16), table, rtol=2 * grids.EPS)
-    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+    rope, table, factor = TABLES[scaling]
+    shape = replace(grids.LLAMA, head_dim=16, **rope)
+    np.testing.assert_allclose(frequencies(shape), table, rtol=2 * grids.EPS)
+    assert amplitude(shape) == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(

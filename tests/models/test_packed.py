@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.models.packed import counted, documents_of, pack
+from axonn_jax.models.packed import counted_targets, documents_of, pack
 from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
@@ -167,7 +167,7 @@ def test_a_step_without_targets_is_one_line():
 def test_words():
     row = pack([[5, 6, 7], [1 << 23]], 6, [[True, False, True], [True]])
     assert (row & 0xFFFFFF).tolist() == [5, 6, 7, 1 << 23, 0, 0]
-    assert counted(row).tolist() == [False, True, False, False, False]
+    assert counted_targets(row, packed=True).tolist() == [False, True, False, False, False]
     found = documents_of(jnp.asarray(row[None]))
     assert found.positions[0].tolist() == [0, 1, 2, 0, 0, 1]
     assert len(set(found.numbers[0].tolist())) == 3

@@ -18,12 +18,13 @@ from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
-from axonn_jax.tensor.collectives import all_reduce, gather_weight
+from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.embedding import tied_logits
 from axonn_jax.tensor.linear import Linear, matmul_4d, with_layouts
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, matmul, multiply, products
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import gather_weight
 from axonn_jax.train.matmul_layouts import local_products
 
 P = jax.sharding.PartitionSpec

@@ -15,8 +15,7 @@ from axonn_jax.data.goldfish import GoldfishConfig
 from axonn_jax.data.loader import Loader
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.packed import counted_targets, pack
-from axonn_jax.tensor.loss import LEFT_OUT
+from axonn_jax.models.packed import LEFT_OUT, counted_targets, pack
 
 MASK = (1 << 64) - 1
 

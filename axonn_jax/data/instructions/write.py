@@ -205,12 +205,12 @@ class _Rows:
         return Split(self._size, tokens, shards, self._counted, self._padding, self.writer.largest)
 
     def _write(self, row: list[MarkedTokens]) -> None:
-        from axonn_jax.models.packed import counted, pack, token_ids  # imports jax, a second
+        from axonn_jax.models.packed import counted_targets, pack, token_ids  # imports jax, a second
 
         ids: Any = [document.ids for document in row]
         counts: Any = [document.counts for document in row]
         words = pack(ids, self._width, counts)
-        targets = token_ids(words[1:])[counted(words)]
+        targets = token_ids(words[1:])[counted_targets(words, packed=True)]
         self.writer.add(words.view(np.uint32), targets, len(row))
         self._counted += len(targets)
         self._padding += self._width - sum(len(document.ids) for document in row)

@@ -23,21 +23,26 @@ _EXPERTS: Mapping[Layout, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-_NORMS = {"attention_norm": "input_", "mlp_norm": "post_attention_"}
-_POST_NORMS = {
-    "attention_norm": "input_",
-    "attention_post_norm": "post_attention_",
-    "mlp_norm": "pre_feedforward_",
-    "mlp_post_norm": "post_feedforward_",
-}
+# Of a block: our norms and projections, and theirs, of projections GPT-2's and the others'.
+_NORMS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {"attention_norm": "ln_1", "mlp_norm": "ln_2"},
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "pre and post": {
+        "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+_PROJECTIONS = {
+    "attention.out": ("attn.c_proj", "self_attn.o_proj"), "mlp.gate": ("", "mlp.gate_proj"),
+    "mlp.up": ("mlp.c_fc", "mlp.up_proj"), "mlp.down": ("mlp.c_proj", "mlp.down_proj"),
+}  # fmt: skip
 # Constants that older files carry along: causal masks, rotary frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def entries_of(shape: ModelShape) -> list[EntryMap]:
     """Every parameter of the model, in the order a token meets them; ``UserError`` for a shape of no family."""
-    layout = layout_of(shape)
-    return list(_entries(shape, layout))
+    return list(_entries(shape, layout_of(shape)))
 
 
 def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
@@ -65,8 +70,7 @@ def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field
     Raises ``UserError`` for a tensor that is missing, unexpected or of the wrong size; `field` stands before its name.
     """
     entries, left, before = [], set(sizes), f"{field}: " if field else ""
-    expected = (entry for entry in _entries(shape, layout_of(shape)))
-    for entry in expected:
+    for entry in _entries(shape, layout_of(shape)):
         for name, size in entry.theirs.items():
             if name not in sizes:
                 raise UserError(f"{before}tensor {name}", None, f"an array of shape {size}")
@@ -139,19 +143,13 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
 
 
 def _entries(shape: ModelShape, layout: Layout) -> Iterator[EntryMap]:
-    hidden, table = shape.hidden, (shape.vocab, shape.hidden)
-    if layout == "gpt2":
-        positions = (shape.seq_len, hidden)
-        yield TensorMap(TABLE, table, {"transformer.wte.weight": table})
-        yield TensorMap("positions.table", positions, {"transformer.wpe.weight": positions})
-        for i in range(shape.layers):
-            yield from _gpt2_block(shape, i)
-        yield from _layer_norm("norm", "transformer.ln_f", hidden)
-    else:
-        yield TensorMap(TABLE, table, {"model.embed_tokens.weight": table})
-        for i in range(shape.layers):
-            yield from _llama_block(shape, i, layout)
-        yield _same("norm.scale", "model.norm.weight", (hidden,))
+    gpt2, table = layout == "gpt2", (shape.vocab, shape.hidden)
+    yield TensorMap(TABLE, table, {"transformer.wte.weight" if gpt2 else "model.embed_tokens.weight": table})
+    if gpt2:
+        yield _same("positions.table", "transformer.wpe.weight", (shape.seq_len, shape.hidden))
+    for index in range(shape.layers):
+        yield from _block(shape, index, layout)
+    yield from _norm("norm", "transformer.ln_f" if gpt2 else "model.norm", shape)
     if not shape.tied:
         yield TensorMap("head.kernel", table[::-1], {HEAD: table}, transposed=True)
 
@@ -160,61 +158,40 @@ def _same(ours: str, theirs: str, size: tuple[int, ...]) -> TensorMap:
     return TensorMap(ours, size, {theirs: size})
 
 
-def _layer_norm(ours: str, theirs: str, hidden: int) -> Iterator[TensorMap]:
-    yield _same(f"{ours}.scale", f"{theirs}.weight", (hidden,))
-    yield _same(f"{ours}.shift", f"{theirs}.bias", (hidden,))
+def _norm(ours: str, theirs: str, shape: ModelShape) -> Iterator[TensorMap]:
+    yield _same(f"{ours}.scale", f"{theirs}.weight", (shape.hidden,))
+    if shape.norm == "layernorm":
+        yield _same(f"{ours}.shift", f"{theirs}.bias", (shape.hidden,))
 
 
-def _heads(shape: ModelShape) -> tuple[int, int, int]:
-    return shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+def _block(shape: ModelShape, index: int, layout: Layout) -> Iterator[EntryMap]:
+    gpt2, hidden, moe = layout == "gpt2", shape.hidden, shape.experts_of(index)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ours, theirs = f"blocks.{index}", f"{'transformer.h' if gpt2 else 'model.layers'}.{index}"
 
+    def linear(
+        our: str, widths: Mapping[str, int], rows: int, *, bias: bool, heads: tuple[int, int, int] | None = None
+    ) -> Iterator[TensorMap]:
+        """Yield the kernel of the columns of their layers, and the bias; Conv1D keeps weights [in, out], as we do."""
+        columns = sum(widths.values())
+        kernels = {f"{theirs}.{name}.weight": (rows, own) if gpt2 else (own, rows) for name, own in widths.items()}
+        yield TensorMap(f"{ours}.{our}.kernel", (rows, columns), kernels, transposed=not gpt2, heads=heads)
+        if bias:
+            biases = {f"{theirs}.{name}.bias": (own,) for name, own in widths.items()}
+            yield TensorMap(f"{ours}.{our}.bias", (columns,), biases, heads=heads)
 
-def _gpt2_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
-    ours, theirs, hidden = f"blocks.{index}", f"transformer.h.{index}", shape.hidden
-    # Conv1D keeps its weights [in, out], as we do; queries, keys and values are already one tensor.
-    layers = (
-        ("attention.qkv", "attn.c_attn", (hidden, shape.qkv_width), _heads(shape)),
-        ("attention.out", "attn.c_proj", (hidden, hidden), None),
-        ("mlp.up", "mlp.c_fc", (hidden, shape.ffn), None),
-        ("mlp.down", "mlp.c_proj", (shape.ffn, hidden), None),
-    )
-    yield from _layer_norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
-    yield from _layer_norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
-    for our, their, size, heads in layers:
-        yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size}, heads=heads)
-        yield TensorMap(f"{ours}.{our}.bias", size[1:], {f"{theirs}.{their}.bias": size[1:]}, heads=heads)
-
-
-def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[EntryMap]:
-    ours, theirs, hidden, ffn = f"blocks.{index}", f"model.layers.{index}", shape.hidden, shape.ffn
-    attention, queries, keys = f"{theirs}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    for our, their in (_POST_NORMS if shape.post_norms else _NORMS).items():
-        yield _same(f"{ours}.{our}.scale", f"{theirs}.{their}layernorm.weight", (hidden,))
-    yield TensorMap(
-        f"{ours}.attention.qkv.kernel",
-        (hidden, shape.qkv_width),
-        {f"{attention}.{name}.weight": (width, hidden) for name, width in widths.items()},
-        transposed=True,
-        heads=_heads(shape),
-    )
-    if shape.bias != "none":
-        biases = {f"{attention}.{name}.bias": (width,) for name, width in widths.items()}
-        yield TensorMap(f"{ours}.attention.qkv.bias", (shape.qkv_width,), biases, heads=_heads(shape))
+    for our, their in _NORMS["gpt2" if gpt2 else "pre and post" if shape.post_norms else "pre"].items():
+        yield from _norm(f"{ours}.{our}", f"{theirs}.{their}", shape)
+    apart = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    widths = {"attn.c_attn": shape.qkv_width} if gpt2 else apart
+    yield from linear("attention.qkv", widths, hidden, bias=shape.bias != "none", heads=heads)
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():
-        yield _same(f"{ours}.attention.{name}.scale", f"{attention}.{name}.weight", (shape.head_dim,))
-    moe = shape.moe if shape.moe is not None and shape.moe.is_routed(index) else None
-    for our, their, size in (
-        ("attention.out", "self_attn.o_proj", (queries, hidden)),
-        *([("mlp.gate", "mlp.gate_proj", (hidden, ffn))] if shape.mlp_inputs == 2 else []),
-        ("mlp.up", "mlp.up_proj", (hidden, ffn)),
-        ("mlp.down", "mlp.down_proj", (ffn, hidden)),
-    ):
-        if moe is not None and our.startswith("mlp."):
-            continue
-        yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size[::-1]}, transposed=True)
-        if shape.bias == "all":
-            yield _same(f"{ours}.{our}.bias", f"{theirs}.{their}.bias", size[1:])
+        yield _same(f"{ours}.attention.{name}.scale", f"{theirs}.self_attn.{name}.weight", (shape.head_dim,))
+    wide = dict.fromkeys(("gate", "up")[2 - shape.mlp_inputs :], (hidden, shape.ffn))
+    mlp = {f"mlp.{name}": size for name, size in (wide | {"down": (shape.ffn, hidden)}).items()}
+    for our, (rows, columns) in {"attention.out": (queries, hidden), **({} if moe else mlp)}.items():
+        yield from linear(our, {_PROJECTIONS[our][not gpt2]: columns}, rows, bias=shape.bias == "all")
     if moe is not None:
         folder, names = _EXPERTS[layout]
         yield from _experts(f"{ours}.mlp", f"{theirs}.{folder}", names, hidden, moe)

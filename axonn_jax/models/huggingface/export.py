@@ -56,7 +56,8 @@ def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, mos
     """
     files = _shards(tensors, most)
     total, done = sum(tensor.nbytes for tensor in tensors), 0
-    names = [SINGLE] if len(files) == 1 else [_shard_name(at, len(files)) for at in range(len(files))]
+    count = len(files)
+    names = [SINGLE] if count == 1 else [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
     for name, shard in zip(names, files, strict=True):
         with (folder / name).open("xb", buffering=0) as file:
             _put(file, _header(shard))
@@ -65,7 +66,7 @@ def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, mos
                     done += size
                     report(done, total)
             os.fsync(file.fileno())
-    if len(files) > 1:
+    if count > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, files, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -127,10 +128,6 @@ def _shards(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _header(tensors: Sequence[Planned]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -152,4 +149,4 @@ def dtype_name(tensors: Sequence[Planned]) -> str:
     for tensor in tensors:
         name = TORCH_NAMES[_NAMES[tensor.dtype]]
         bytes_of[name] = bytes_of.get(name, 0) + tensor.nbytes
-    return max(bytes_of, key=lambda name: bytes_of[name])
+    return max(bytes_of, key=bytes_of.__getitem__)

@@ -6,22 +6,40 @@ from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.attention_settings import (
+from axonn_jax.models.huggingface.settings import (
     CAPS,
+    EXPERT_COUNTS,
+    Config,
     Windows,
+    expert_config,
+    expert_fields,
+    flag,
+    number,
+    only,
+    rope_config,
+    rope_fields,
     score_config,
     score_fields,
+    whole,
     window_config,
     window_of,
 )
-from axonn_jax.models.huggingface.expert_settings import EXPERT_COUNTS, expert_config, expert_fields
-from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
 Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
 """Names and layouts of tensors."""
 
 _GPT2 = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "qk_norm": False}
 _LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "qk_norm": False}
+# Fields of `ModelShape` under their names in config.json.
+_GPT2_KEYS = {
+    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "seq_len": "n_positions",
+    "vocab": "vocab_size", "norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+_KEYS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size",
+    "seq_len": "max_position_embeddings", "vocab": "vocab_size", "norm_eps": "rms_norm_eps",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,13 @@ _GEMMA = _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True
 _GEMMA_FIXED = _NO_BIAS | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _ROUTED = {"shared_experts": 0, "router": "softmax", "router_scale": 1.0}
 FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family("GPT2LMHeadModel", _GPT2),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _GPT2,
+        tied=True,
+        activations=("gelu_new", "gelu_pytorch_tanh"),
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    ),
     "llama": Family("LlamaForCausalLM", _LLAMA, biased=True),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -133,62 +157,42 @@ def shape_from_config(config: Config) -> ModelShape:
         raise UserError("config.is_causal", False, "true or absent: a token that sees later ones is not computed")
     only(config, "is_encoder_decoder", False)
     only(config, "add_cross_attention", False)
-    return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
-
-
-def _gpt2_shape(config: Config) -> ModelShape:
-    only(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    only(config, "scale_attn_weights", True)
-    only(config, "scale_attn_by_inverse_layer_idx", False)
-    hidden, heads = whole(config, "n_embd"), whole(config, "n_head")
-    return ModelShape(
-        layers=whole(config, "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        ffn=whole(config, "n_inner", 4 * hidden),
-        vocab=whole(config, "vocab_size"),
-        seq_len=whole(config, "n_positions"),
-        tied=flag(config, "tie_word_embeddings", True),
-        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        init_std=number(config, "initializer_range", 0.02),
-        **_GPT2,  # type: ignore[arg-type]
-    )
-
-
-def _llama_shape(config: Config, family: Family) -> ModelShape:
+    family, keys = FAMILIES[name], _GPT2_KEYS if name == "gpt2" else _KEYS
     config = {**config, **{key: value for key, value in family.defaults.items() if config.get(key) is None}}
-    only(config, "hidden_act", *family.activations)
+    only(config, "activation_function" if name == "gpt2" else "hidden_act", *family.activations)
     for key, value in family.fixed.items():
         only(config, key, value)
-    heads, seq_len = whole(config, "num_attention_heads"), whole(config, "max_position_embeddings")
-    missing = heads if family.kv_heads is None or "num_key_value_heads" in config else family.kv_heads
-    own: dict[str, Any] = {}
-    if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
-        own["head_dim"] = whole(config, "head_dim", family.head_dim)
-    layers = whole(config, "num_hidden_layers")
-    if family.experts:
-        own |= expert_fields(config, layers, own_width=family is FAMILIES["qwen3_moe"])
-    traits, hidden = dict(family.traits), whole(config, "hidden_size")
-    if family.biased:
-        traits["bias"] = _llama_bias(config)
-    if family.capped:
-        own |= score_fields(config, own.get("head_dim", hidden // heads))
+    fields: dict[str, Any] = {ours: whole(config, keys[ours]) for ours in ("layers", "hidden", "heads", "seq_len")}
+    if name == "gpt2":
+        fields |= {"kv_heads": fields["heads"], "ffn": whole(config, "n_inner", 4 * fields["hidden"])}
+    else:
+        fields |= _llama_fields(config, family, fields["hidden"], fields["heads"], fields["seq_len"])
     return ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=whole(config, "num_key_value_heads", missing),
-        ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
-        seq_len=seq_len,
         tied=flag(config, "tie_word_embeddings", family.tied),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_eps=number(config, keys["norm_eps"], 1e-5 if name == "gpt2" else 1e-6),
         init_std=number(config, "initializer_range", 0.02),
-        **rope_fields(config, seq_len),
-        window=window_of(config, family.window),
-        **traits | own,  # type: ignore[arg-type]
+        **{**family.traits, **fields},
     )
+
+
+def _llama_fields(config: Config, family: Family, hidden: int, heads: int, seq_len: int) -> dict[str, Any]:
+    missing = heads if family.kv_heads is None or "num_key_value_heads" in config else family.kv_heads
+    fields: dict[str, Any] = {
+        "kv_heads": whole(config, "num_key_value_heads", missing),
+        "ffn": whole(config, "intermediate_size"),
+        **rope_fields(config, seq_len),
+        "window": window_of(config, family.window),
+    }
+    if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
+        fields["head_dim"] = whole(config, "head_dim", family.head_dim)
+    if family.experts:
+        fields |= expert_fields(config, own_width=family is FAMILIES["qwen3_moe"])
+    if family.biased:
+        fields["bias"] = _llama_bias(config)
+    if family.capped:
+        fields |= score_fields(config, fields.get("head_dim", hidden // heads))
+    return fields
 
 
 def _llama_bias(config: Config) -> str:
@@ -249,39 +253,16 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int
         "bos_token_id": end if begin is None else begin,
         "eos_token_id": end,
     }
+    family, keys = FAMILIES[name], _GPT2_KEYS if name == "gpt2" else _KEYS
+    config |= {theirs: getattr(shape, ours) for ours, theirs in keys.items()}
     if name == "gpt2":
-        return config | {
-            "n_layer": shape.layers,
-            "n_embd": shape.hidden,
-            "n_head": shape.heads,
-            "n_inner": shape.ffn,
-            "n_positions": shape.seq_len,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": shape.norm_eps,
-            "embd_pdrop": shape.dropout,
-            "resid_pdrop": shape.dropout,
-            "attn_pdrop": 0.0,
-        }
-    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape)
-
-
-def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "max_position_embeddings": shape.seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": family.activations[0],
-        **family.fixed,
-    }
+        dropped = {"embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, "attn_pdrop": 0.0}
+        return config | {"activation_function": family.activations[0]} | dropped
+    config |= {"hidden_act": family.activations[0], **family.fixed}
     if family.biased:
         config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
     if family.experts:
         config |= expert_config(shape, own_width=family is FAMILIES["qwen3_moe"])
     if family.capped:
         config |= score_config(shape)
-    return config | window_config(shape, family.window)
+    return config | window_config(shape, family.window) | rope_config(shape)

@@ -13,6 +13,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.models.presets import OF_EXPERTS, shape_in
+from axonn_jax.models.rope import amplitude, frequencies
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
@@ -139,11 +140,10 @@ def differences(given: ModelShape, stored: ModelShape) -> list[str]:
 
 def _turns(shape: ModelShape) -> object:
     """Rotation of queries and keys, however the fields express it."""
-    rope = shape.rope
     try:
-        return rope and (rope.frequencies(shape.head_dim).tolist(), rope.amplitude)
+        return shape.positions == "rope" and (frequencies(shape).tolist(), amplitude(shape))
     except ArithmeticError:  # numbers that no model has
-        return rope
+        return [getattr(shape, f.name) for f in fields(shape) if f.name.startswith("rope_")]
 
 
 def _windows(shape: ModelShape, length: int) -> list[int]:
@@ -153,8 +153,7 @@ def _windows(shape: ModelShape, length: int) -> list[int]:
 
 
 def _routed(shape: ModelShape) -> list[bool]:
-    moe = shape.moe
-    return [moe is not None and moe.is_routed(layer) for layer in range(shape.layers)]
+    return [shape.experts_of(layer) is not None for layer in range(shape.layers)]
 
 
 def check_shape(given: ModelShape, directory: Path, field: str) -> None:

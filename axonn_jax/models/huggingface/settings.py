@@ -1,28 +1,32 @@
-"""Settings of a config.json: values of the right kind, the one value that is supported, rotary positions both ways."""
+"""Settings of a config.json: values of the right kind; rotary positions, windows, scores and experts, both ways."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.models.config import ModelShape
+from axonn_jax.models.config import MOST_LAYERS, ModelShape
 
 Config = Mapping[str, Any]
+Windows = Literal["none", "always", "chosen", "switched", "alternating"]
+"""Presence of a sliding window: never, as `sliding_window` says, only with `use_sliding_window`, which
+`max_window_layers` may then restrict (chosen) or not (switched), or in every other layer, from the first on."""
+CAPS: Mapping[str, tuple[str, float]] = {
+    "attn_logit_softcapping": ("attention_cap", 50.0),
+    "final_logit_softcapping": ("logits_cap", 30.0),
+}
+"""Field of `ModelShape` for each cap, and the value of one that is absent from a Gemma 2."""
+_DIVISOR = "query_pre_attn_scalar"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SAME = "nothing else is supported"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields that say how many experts there are, in whichever family."""
 
-# Of each kind of scaling: the field in `rope_scaling`, ours, and the default (None: it must be there).
-_FIELDS: Mapping[str, tuple[tuple[str, str, float | None], ...]] = {
-    "none": (),
-    "linear": (("factor", "rope_factor", None),),
-    "llama3": (
-        ("factor", "rope_factor", None),
-        ("low_freq_factor", "rope_low_freq_factor", None),
-        ("high_freq_factor", "rope_high_freq_factor", None),
-    ),
-    "yarn": (
-        ("factor", "rope_factor", None),
-        ("beta_fast", "rope_beta_fast", 32.0),
-        ("beta_slow", "rope_beta_slow", 1.0),
-        ("attention_factor", "rope_attention_factor", 0.0),  # 0: from the factor
-    ),
+# Of each kind of scaling: the fields in `rope_scaling`, which are ours without `rope_`, and defaults (None: required).
+_SCALINGS: Mapping[str, Mapping[str, float | None]] = {
+    "none": {},
+    "linear": {"factor": None},
+    "llama3": {"factor": None, "low_freq_factor": None, "high_freq_factor": None},
+    "yarn": {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0},  # 0: from the factor
 }
 _ORIGINAL = "original_max_position_embeddings"
 _HAVE_ORIGINAL = ("llama3", "yarn")
@@ -36,12 +40,12 @@ def only(config: Config, key: str, *values: object, of: str = "config") -> None:
         raise UserError(f"{of}.{key}", given, f"{accepted or 'absent'}; nothing else is supported")
 
 
-def whole(config: Config, key: str, default: int | None = None, *, least: int = 1) -> int:
+def whole(config: Config, key: str, default: int | None = None, *, least: int = 1, of: str = "config") -> int:
     """A whole number of at least 1; the default where the field is absent or null. Raises ``UserError``."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"config.{key}", value, f"an integer of at least {least}")
+        raise UserError(f"{of}.{key}", value, f"an integer of at least {least}")
     return value
 
 
@@ -77,11 +81,11 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
     name = "type" if "rope_type" not in rope and "type" in rope else "rope_type"
     kind = rope.get(name) or "default"
     kind = "none" if kind == "default" else kind
-    if kind not in _FIELDS:
-        known = ["default", *list(_FIELDS)[1:]]
+    if kind not in _SCALINGS:
+        known = ["default", *list(_SCALINGS)[1:]]
         hint = nearest(kind, known) if isinstance(kind, str) else ""
         raise UserError(f"{of}.{name}", kind, f"one of {', '.join(known)}{hint}")
-    expected = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(theirs for theirs, _, _ in _FIELDS[kind])}
+    expected = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALINGS[kind]}
     only(rope, "partial_rotary_factor", 1.0, 1, of=of)
     if kind in _HAVE_ORIGINAL:
         expected |= {_ORIGINAL}
@@ -94,25 +98,136 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
         "rope_theta": number(rope, "rope_theta", number(config, "rope_theta", 10_000.0), of),
         "rope_scaling": kind,
     }
-    for theirs, ours, default in _FIELDS[kind]:
-        fields[ours] = number(rope, theirs, default, of)
+    fields |= {f"rope_{name}": number(rope, name, default, of) for name, default in _SCALINGS[kind].items()}
     if kind in _HAVE_ORIGINAL:  # transformers lets a field beside it win
         at, named = (config, "config") if config.get(_ORIGINAL) is not None else (rope, of)
-        value = at.get(_ORIGINAL)
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{named}.{_ORIGINAL}", value, "an integer of at least 1")
-        fields["rope_original_seq_len"] = seq_len if value is None else value
+        fields["rope_original_seq_len"] = whole(at, _ORIGINAL, seq_len, of=named)
     return fields
 
 
 def rope_config(shape: ModelShape) -> dict[str, Any]:
     """The older pair of fields, which transformers 4 and 5 both read."""
-    scaling: dict[str, Any] | None = None
-    if shape.rope_scaling != "none":
-        scaling = {"rope_type": shape.rope_scaling}
-        for theirs, ours, _ in _FIELDS[shape.rope_scaling]:
-            if theirs != "attention_factor" or getattr(shape, ours):
-                scaling[theirs] = getattr(shape, ours)
-        if shape.rope_scaling in _HAVE_ORIGINAL:
+    kind, scaling = shape.rope_scaling, dict[str, Any]()
+    if kind != "none":
+        own = {name: getattr(shape, f"rope_{name}") for name in _SCALINGS[kind]}
+        scaling = {"rope_type": kind} | {name: value for name, value in own.items() if value}
+        if kind in _HAVE_ORIGINAL:
             scaling[_ORIGINAL] = shape.rope_original_seq_len
-    return {"rope_theta": shape.rope_theta, "rope_scaling": scaling}
+    return {"rope_theta": shape.rope_theta, "rope_scaling": scaling or None}
+
+
+def window_of(config: Config, windows: Windows) -> int:
+    """Return the window of all layers that have one; 0: none."""
+    if windows == "none":
+        return 0
+    layers, types = min(whole(config, "num_hidden_layers"), MOST_LAYERS), config.get("layer_types")
+    if windows == "alternating":
+        if types not in (None, [_FULL if layer % 2 else _SLIDING for layer in range(layers)]):
+            raise UserError("config.layer_types", types, f"{_SLIDING} and {_FULL} by turns; {_SAME}")
+        return whole(config, "sliding_window", None if "sliding_window" in config else 4096)
+    uses = windows == "always" or flag(config, "use_sliding_window", False)
+    size = whole(config, "sliding_window", 4096) if uses and config.get("sliding_window", 4096) is not None else 0
+    if types is not None:
+        if not isinstance(types, list) or not types or any(kind != types[0] for kind in types):
+            raise UserError("config.layer_types", types, f"all alike: a window that differs by layer; {_SAME}")
+        if types[0] not in (_FULL, _SLIDING):
+            raise UserError("config.layer_types", types[0], f"{_FULL} or {_SLIDING}; {_SAME}")
+        return size if types[0] == _SLIDING or windows == "always" else 0
+    if windows == "switched" and size:
+        only(config, "max_window_layers", 0)  # transformers 4.51 obeys it, later ones do not
+    if windows == "chosen" and size:
+        first = whole(config, "max_window_layers", 28, least=0)
+        if 0 < first < layers:
+            raise UserError("config.max_window_layers", first, f"0, or num_hidden_layers = {layers}; {_SAME}")
+        return 0 if first else size
+    return size
+
+
+def window_config(shape: ModelShape, windows: Windows) -> dict[str, Any]:
+    """Return the fields of config.json about windows."""
+    window = shape.window
+    config: dict[str, Any] = {} if windows == "none" else {"sliding_window": window or None}
+    if windows in ("switched", "chosen"):
+        first = 0 if window or windows == "switched" else shape.layers
+        config |= {"use_sliding_window": bool(window), "max_window_layers": first}
+    return config
+
+
+def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
+    """Return the fields of `ModelShape` about scores: caps, of which null is none, and the divisor."""
+    fields: dict[str, Any] = {
+        ours: 0.0 if key in config and config[key] is None else number(config, key, default)
+        for key, (ours, default) in CAPS.items()
+    }
+    divisor = whole(config, _DIVISOR, 256)
+    return fields if divisor == head_dim else fields | {"score_dim": divisor}
+
+
+def score_config(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of config.json about scores."""
+    return {key: getattr(shape, ours) or None for key, (ours, _) in CAPS.items()} | {_DIVISOR: shape.score_dim}
+
+
+def expert_fields(config: Config, *, own_width: bool) -> dict[str, Any]:
+    """The fields of `ModelShape` about experts: Qwen3-MoE's, whose experts have a width of their own, or Mixtral's.
+
+    How strongly loads are evened out (`router_aux_loss_coef`) is a choice of the training run, not of the model.
+    Raises ``UserError`` for fields that contradict each other, and for layers with experts in no regular distance.
+    """
+    if not own_width:
+        only(config, "router_jitter_noise", 0.0, 0)
+        return {"experts": _count(config, 8), "experts_per_token": whole(config, "num_experts_per_tok", 2)}
+    every, first = _layers_with_experts(config)
+    return {
+        "experts": _count(config, 128),
+        "experts_per_token": whole(config, "num_experts_per_tok", 8),
+        "expert_ffn": whole(config, "moe_intermediate_size", 768),
+        "moe_every": every,
+        "moe_first": first,
+        "router_norm": flag(config, "norm_topk_prob", False),
+    }
+
+
+def _count(config: Config, default: int) -> int:
+    """Transformers 4 and 5 call it by either name; where both are there they say the same."""
+    given = [key for key in EXPERT_COUNTS[:2] if config.get(key) is not None]
+    if len(given) == 2 and config[given[0]] != config[given[1]]:
+        accepted = f"config.{given[1]} = {config[given[1]]!r}, or left out"
+        raise UserError(f"config.{given[0]}", config[given[0]], accepted)
+    return whole(config, given[0], default) if given else default
+
+
+def _layers_with_experts(config: Config) -> tuple[int, int]:
+    """Return the period of the layers with experts, and the first of them, counted from 0."""
+    layers = min(whole(config, "num_hidden_layers"), MOST_LAYERS)
+    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step > layers:
+        raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise UserError("config.mlp_only_layers", dense, "a list of layers, counted from 0")
+    if not dense:
+        return step, step - 1
+    routed = [layer for layer in range(step - 1, layers, step) if layer not in set(dense)]
+    if routed:
+        every, first = routed[1] - routed[0] if len(routed) > 1 else layers, routed[0]
+        if routed == list(range(first, layers, every)):
+            return every, first
+    accepted = "a list that leaves experts in layers first, first + every, first + 2 every and so on; nothing else"
+    raise UserError("config.mlp_only_layers", dense, f"{accepted} is supported")
+
+
+def expert_config(shape: ModelShape, *, own_width: bool) -> Mapping[str, Any]:
+    """The fields of config.json about a model's experts; with `own_width` Qwen3-MoE's, else Mixtral's."""
+    chosen = {"num_experts_per_tok": shape.experts_per_token}
+    if not own_width:  # no layer is without experts: the width of those does not matter
+        sizes = {"num_local_experts": shape.experts, "intermediate_size": shape.expert_ffn}
+        return chosen | sizes | {"router_jitter_noise": 0.0}
+    regular = shape.moe_first == shape.moe_every - 1
+    dense = [] if regular else [layer for layer in range(shape.layers) if shape.experts_of(layer) is None]
+    return chosen | {
+        "num_experts": shape.experts,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": shape.router_norm,
+        "decoder_sparse_step": shape.moe_every if regular else 1,
+        "mlp_only_layers": dense,
+    }

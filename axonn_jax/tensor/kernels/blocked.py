@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles
-from axonn_jax.tensor.kernels.cap import capped
 
 # The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks on one socket then
 # share the memory bus more than they share work, and for long sequences an accelerator has no room. Here keys that none

@@ -10,12 +10,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.repairs import over_rows
-from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
+from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
 from axonn_jax.tensor.parallelize.kinds import in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, own_params, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import gather_weight
 
 
 class LocalLayer:

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.models.packed import counted_targets
+from axonn_jax.models.packed import counted_targets, pad_batch
 from axonn_jax.state.param_store import ParamStore
-from axonn_jax.tensor.loss import pad_batch
 from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.train.engines.step import StepMetrics
 

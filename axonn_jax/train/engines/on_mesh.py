@@ -29,7 +29,7 @@ class StepResults(NamedTuple):
     norm: jax.Array
     """Global norm of the gradients, not times the loss scale."""
     metrics: dict[str, Any]
-    """Further numbers by name, such as a model's `Counts` gives."""
+    """Further numbers by name, such as a model's `Loads` gives."""
     carried: Mapping[str, jax.Array] = MappingProxyType({})
     """State of the model that the step has changed, and that is no parameter."""
 

@@ -13,20 +13,22 @@ from axonn_jax import compat
 from axonn_jax.backend.repairs import after
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
+from axonn_jax.experts.load import Loads
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.models.packed import counted_targets
-from axonn_jax.models.protocol import Counts, Model
+from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
-from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
+from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
 from axonn_jax.tensor.params import Params, evaluating, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
+    GatheredWeight,
     MaybeGathered,
     as_gathered,
     cast_for_reduction,
@@ -79,7 +81,7 @@ class StageProgram(OnMesh):
         return self.parts.sum_axes(name, self.token_axes)
 
     @property
-    def counts(self) -> Counts | None:
+    def counts(self) -> Loads | None:
         """Meaning of the gradients that are counts."""
         return self._model(self.parts.params).counts(self.parts.loads)
 

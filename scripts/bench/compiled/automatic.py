@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError
 from axonn_jax.experts.grouped import activated
 from axonn_jax.experts.layer import MixtureOfExperts
-from axonn_jax.experts.packing import Packing
+from axonn_jax.experts.router import Packing
 from axonn_jax.experts.shape import slots_of
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.precision import precisions
