@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from axonn_jax.tensor.parallelize.layouts import Dims
-
 BASES: tuple[type[nnx.Module], ...] = (
     nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LayerNorm, nnx.RMSNorm,
 )  # fmt: skip
@@ -99,21 +97,20 @@ class Kernel:
         """The parameters that every such layer has."""
         return (self.name,)
 
-    def dims(self, side_in: Side | None, side_out: Side | None) -> Dims:
-        """The dims of activations for the sides chosen."""
-        x = (side_in or self.ins[0]).activation
-        y = (side_out or self.outs[0]).activation
-        return Dims(x, y, self.bias or (), self.rows, self.rank)
-
 
 @dataclass(frozen=True)
 class Norm:
     """Norm over the last dim; each parameter has the length of the features."""
 
-    features: int
+    size: int
     names: tuple[str, ...]
     stack: tuple[int, ...] = ()
     """Sizes of the dims that `nnx.vmap` put in front of every parameter's own."""
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Elements a row of the input and of the output has."""
+        return self.size, self.size
 
 
 Described = TypeVar("Described", Kernel, Norm)
@@ -166,7 +163,7 @@ def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
 
 def _stack(layer: Any, described: Described) -> Described | str:
     """Return the layer as described, with the dims that `nnx.vmap` put in front of every parameter's own."""
-    entry: tuple[int, ...] = (described.features,) if isinstance(described, Norm) else described.shape
+    entry: tuple[int, ...] = (described.size,) if isinstance(described, Norm) else described.shape
     shapes = {name: tuple(getattr(layer, name).shape) for name in described.names}
     first = next(iter(shapes.values()), entry)
     lead: tuple[int, ...] = first[: len(first) - len(entry)]

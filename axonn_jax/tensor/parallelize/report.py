@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.parallelize.api import modules, own_variables
+from axonn_jax.tensor.parallelize.kinds import Norm
 from axonn_jax.tensor.parallelize.layouts import PLAN, Call, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
 from axonn_jax.tensor.parallelize.linen_plan import Holder
@@ -33,13 +34,12 @@ class Transfer(NamedTuple):
 
 def transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
     """Return every collective of a forward and backward pass over the layer's calls; `shapes` are the parameters'."""
-    # One row where the calls are not known; a lookup's ids have no gradient.
-    supposed = Call(*plan.features, rows=None, input_grad=plan.kind != "Embed")
-    calls = (supposed,) if plan.calls is None else plan.calls
-    if not plan.sharded or not calls:
+    if not plan.sharded or plan.of is None or plan.calls == ():
         return []
-    if plan.kind in ("LayerNorm", "RMSNorm"):
-        each = [_norm(plan, call, shapes) for call in calls]
+    # One row where the calls are not known; a lookup's ids have no gradient.
+    calls = plan.calls or (Call(*plan.of.features, rows=None, input_grad=plan.kind != "Embed"),)
+    if isinstance(plan.of, Norm):
+        each = [_norm(plan, plan.of, call, shapes) for call in calls]
     else:
         gathered = _gathered(plan, shapes, itemsize)
         each = [gathered, *(_contraction(plan, call, shapes, itemsize) for call in calls)]
@@ -74,9 +74,9 @@ def _contraction(plan: LayerPlan, call: Call, shapes: dict[str, tuple[int, ...]]
         yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
 
 
-def _norm(plan: LayerPlan, call: Call, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
+def _norm(plan: LayerPlan, norm: Norm, call: Call, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
     assert plan.in_axis is not None
-    features = max((prod(shape) for shape in shapes.values()), default=plan.features[0])
+    features = max((prod(shape) for shape in shapes.values()), default=norm.size)
     rows = max(1, _local_sizes(plan, call)[0] // features)
     # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
     forward, backward = (3, 2) if plan.kind == "LayerNorm" else (1, 1)
@@ -150,7 +150,7 @@ class Entry:
         axes = (self.plan.in_axis, self.plan.out_axis)
         if axes == (None, None):
             return "left to the compiler" if self.plan.spread else "replicated"
-        shown = axes if self.plan.kind not in ("LayerNorm", "RMSNorm") else axes[:1]
+        shown = axes[:1] if isinstance(self.plan.of, Norm) else axes
         return " -> ".join(axis or "." for axis in shown)
 
 
