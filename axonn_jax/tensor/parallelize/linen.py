@@ -11,7 +11,6 @@ from flax import errors, linen
 from flax.core import meta
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
@@ -19,7 +18,7 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
+from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, Leaf, plan_loss
 from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
 from axonn_jax.tensor.specs import values_of
 
@@ -43,14 +42,8 @@ class LinenLoss:
     """The function without layouts."""
     mesh: Mesh
     plans: Mapping[Key, LayerPlan]
-    specs: Any
-    """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
-    used: Any
-    """The layouts in which layers compute, of fewer axes where `specs` spreads a parameter."""
-    in_layers: Any
-    """A tree as the parameters', True for those that planned layers hold."""
-    shared: Any
-    """A tree as the parameters', True for those of layers that a product outside of layers reads too."""
+    layouts: Any
+    """A tree as the parameters', of `linen_plan.Leaf`."""
     holders: tuple[Holder, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
@@ -60,12 +53,17 @@ class LinenLoss:
     mapped_axis: str | None = None
     """Name of an axis that is mapped over around the loss: BatchNorm takes its statistics over that too."""
 
+    @property
+    def specs(self) -> Any:
+        """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
+        return jax.tree.map(lambda leaf: leaf.spec, self.layouts)
+
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
         if self.row_axes:
-            params = jax.tree.map(self._without_z, params, self.used, self.shared)
+            params = jax.tree.map(self._without_z, params, self.layouts)
         if self.dtype is not None:
-            params = jax.tree.map(self._cast, params, self.in_layers)
+            params = jax.tree.map(self._cast, params, self.layouts)
         with intercepted(self, self._run):
             return self.plain(params, batch, *key)
 
@@ -75,10 +73,10 @@ class LinenLoss:
         For traced functions, before the loss; without it XLA chooses what to move.
         """
 
-        def gather(value: jax.Array, spec: P, used: P) -> jax.Array:
-            return value if spec == used else whole(value, self.mesh, used)
+        def gather(value: jax.Array, leaf: Leaf) -> jax.Array:
+            return value if leaf.spec == leaf.used else whole(value, self.mesh, leaf.used)
 
-        return jax.tree.map(gather, params, self.specs, self.used)
+        return jax.tree.map(gather, params, self.layouts)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
         """Return the loss with rows split over these axes, slowest first, in every layer; it recomputes nothing.
@@ -98,16 +96,17 @@ class LinenLoss:
         """
         return replace(self, dtype=dtype)
 
-    def _without_z(self, value: jax.Array, spec: P, shared: bool) -> jax.Array:
+    def _without_z(self, value: jax.Array, leaf: Leaf) -> jax.Array:
         """Gather over `z` what XLA multiplies with.
 
         XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both
         dims of `w` are split, one of them over `z` too (jaxlib 0.10.2).
         """
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, without_z(spec))) if shared else value
+        inside = NamedSharding(self.mesh, without_z(leaf.used))
+        return lax.with_sharding_constraint(value, inside) if leaf.shared else value
 
-    def _cast(self, value: jax.Array, in_layer: bool) -> jax.Array:
-        return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
+    def _cast(self, value: jax.Array, leaf: Leaf) -> jax.Array:
+        return value if leaf.in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
         plan = self.plans.get(call.layer.key) if call.layer is not None else None
@@ -166,16 +165,16 @@ def _parallelized(
 
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers))
+        plans, leaves, holders = plan_loss(
+            traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers)
+        )
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
-    tree = jax.tree.structure(plain)
-    by_leaf = (plan.specs, plan.used, plan.in_layers, plan.shared)
-    specs, used, in_layers, shared = (jax.tree.unflatten(tree, leaves) for leaves in by_leaf)
-    placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, grid.mesh, plan.plans, specs, used, in_layers, shared, plan.holders), placed
+    layouts = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    placed = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
+    return LinenLoss(loss, grid.mesh, plans, layouts, holders), placed
 
 
 _OTHER_PARAMS = (
