@@ -1,8 +1,10 @@
 """Flax Linen models on a 4D grid: their loss runs layers 4D-sharded, everything else stays unchanged."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, Leaf, plan_loss
-from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
+from axonn_jax.tensor.parallelize.linen_plan import Key, Leaf, plan_loss
+from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import values_of
 
 Loss = Callable[..., Any]
@@ -34,6 +36,37 @@ def takes_key(loss: Loss) -> bool:
     return len(places) > 2 and places[2].default in (inspect.Parameter.empty, None)
 
 
+_UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
+
+
+class MappedAxes:
+    """Axes that a loss written for `jax.pmap` names, unbound by trying, each bound with size one.
+
+    The rows of a batch are one array, of which `lax.pmean` over devices is the mean itself.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def call(self, run: Callable[[], Any]) -> Any:
+        """Call a function that may be traced several times; its result must be a tree of arrays."""
+        while True:
+            called = run
+            for name in self._names:
+                called = partial(_bound, name, called)
+            try:
+                return called()
+            except NameError as error:
+                unbound = _UNBOUND.search(str(error))
+                if unbound is None or unbound[1] in self._names:
+                    raise
+                self._names.append(unbound[1])
+
+
+def _bound(name: str, run: Callable[[], Any]) -> Any:
+    return jax.vmap(lambda _: run(), out_axes=None, axis_name=name)(jnp.zeros(1))
+
+
 @dataclass(frozen=True, eq=False)
 class LinenLoss:
     """Loss of a Linen model, ``loss(params, batch)``, whose layers run 4D-sharded."""
@@ -44,7 +77,7 @@ class LinenLoss:
     plans: Mapping[Key, LayerPlan]
     layouts: Any
     """A tree as the parameters', of `linen_plan.Leaf`."""
-    holders: tuple[Holder, ...]
+    entries: tuple[Entry, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
     """The computation's dtype wherever a module names none; None leaves it to the modules."""
@@ -109,19 +142,17 @@ class LinenLoss:
         return value if leaf.in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
-        plan = self.plans.get(call.layer.key) if call.layer is not None else None
-        if call.layer is not None and plan is not None and plan.sharded:
-            return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
+        if isinstance(call.layer, LayerCall):
+            plan = self.plans.get(call.layer.key)
+            if plan is not None and plan.sharded:
+                own = call.layer if self.dtype is None else call.layer.in_dtype(self.dtype)
+                layer = own.layer
+                setattr(layer, PLAN, plan)
+                layer.__class__ = sharded(type(layer))
+                return own.run(layer)
         if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
         return call.by_rows(self.mesh, self.row_axes)
-
-
-def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:
-    layer = call.layer
-    setattr(layer, PLAN, plan)
-    layer.__class__ = sharded(type(layer))
-    return call.run(layer)
 
 
 def parallelize_linen(
@@ -165,7 +196,7 @@ def _parallelized(
 
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plans, leaves, holders = plan_loss(
+        plans, leaves, entries = plan_loss(
             traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers)
         )
     except _OTHER_PARAMS as error:
@@ -174,7 +205,7 @@ def _parallelized(
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     layouts = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     placed = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
-    return LinenLoss(loss, grid.mesh, plans, layouts, holders), placed
+    return LinenLoss(loss, grid.mesh, plans, layouts, entries), placed
 
 
 _OTHER_PARAMS = (

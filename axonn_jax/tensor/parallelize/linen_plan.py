@@ -18,6 +18,7 @@ from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origin
 from axonn_jax.tensor.parallelize.layouts import WHOLE, LayerPlan, Stored, further_layouts, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
+from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import spec_axes
 
 Key = tuple[Any, ...]
@@ -65,18 +66,6 @@ class Use:
         return next((origin.index for origin in self.origins.values() if origin is not None), None)
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Layer, or another module with parameters, as a report lists it."""
-
-    path: str
-    plan: LayerPlan
-    params: dict[str, Any]
-    """Parameters by name: arrays, or shapes with a layout."""
-    dtype: Any
-    """The computation's."""
-
-
 @dataclass(eq=False)
 class Trace:
     """Trace of a loss, with a marked equation for each call of a layer that can be split."""
@@ -88,11 +77,11 @@ class Trace:
 
     def run(self, call: MethodCall) -> Any:
         """Call the method, as one equation if it is a layer's."""
-        reason = call.reason
-        if call.layer is not None:
-            described = call.layer.described()
+        reason = call.layer
+        if isinstance(reason, LayerCall):
+            described = reason.described()
             if not isinstance(described, str):
-                return self._mark(call.layer)
+                return self._mark(reason)
             reason = described
         if call.module.scope is not None and (reason or call.module.path not in self.unsplit):
             self.unsplit[call.module.path] = (type(call.module).__name__, reason)
@@ -106,15 +95,16 @@ class Trace:
         self.uses.append(Use(call, call.layer))
         return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
 
-    def holder(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Holder:
+    def holder(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
+        path = leaf.owner or "(model)"
         if use is not None:
             dtype = use.call.module.param_dtype if use.call.dtype is None else use.call.dtype
-            return Holder(leaf.owner, plans[use.call.key], {}, dtype)
+            return Entry(path, plans[use.call.key], {}, dtype)
         owners = [at for at in self.unsplit if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
         kind, reason = self.unsplit.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
         plan = LayerPlan(kind, self.mesh, False, note=reason or f"a {kind} has no sharded form")
-        return Holder(leaf.owner, plan, {}, leaf.array.dtype)
+        return Entry(path, plan, {}, leaf.array.dtype)
 
     def at(self, eqn: Any, origins: Origins) -> None:
         """Note the origins of a marked equation's parameters; refuse a layout on another mesh."""
@@ -138,7 +128,7 @@ def plan_loss(
     params: Any,
     batch: Any,
     choose: Callable[[Mapping[str, Any]], Mapping[str, str]],
-) -> tuple[dict[Key, LayerPlan], list[Leaf], tuple[Holder, ...]]:
+) -> tuple[dict[Key, LayerPlan], list[Leaf], tuple[Entry, ...]]:
     """Plan the layers of a loss, by `LayerCall.key`, from one trace of it; nothing is computed.
 
     `choose` returns the overrides of layers by path, from all layers by path.
@@ -157,7 +147,7 @@ def plan_loss(
     overrides = {use.call.key: chosen[path] for path, use in uses.items() if path in chosen}
     plans = _plans(Chooser(mesh), jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
     leaves = _laid(leaves, jaxpr, _layouts(trace.uses, plans, leaves), chosen, mesh)
-    holders: dict[str, Holder] = {}
+    holders: dict[str, Entry] = {}
     for leaf in leaves:
         holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
         if leaf.spec != leaf.used:

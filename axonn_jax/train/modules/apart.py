@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
-from axonn_jax.tensor.parallelize.linen import takes_key
-from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
+from axonn_jax.tensor.parallelize.linen import MappedAxes, takes_key
 from axonn_jax.tensor.params import Params, copied
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.own_tree import OwnTree

@@ -57,8 +57,8 @@ class TreeApart(Apart):
             stored = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
             for name, spec in further_layouts(stored, mesh).items():
                 self.specs[name] = P(*spec, *[None] * (self.params[name].ndim - len(spec)))
-        holders = loss.holders if isinstance(loss, LinenLoss) else ()
-        split = [(holder.path, holder.plan.of) for holder in holders if holder.plan.sharded]
+        entries = loss.entries if isinstance(loss, LinenLoss) else ()
+        split = [(entry.path, entry.plan.of) for entry in entries if entry.plan.sharded]
         named = (f"{path}.{of.name}" for path, of in split if isinstance(of, Kernel) and of.name != "embedding")
         self.kernels = tuple(name for name in named if name in self.params)
         self.tree = self._own_tree(tree)
