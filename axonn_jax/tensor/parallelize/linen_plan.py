@@ -95,7 +95,7 @@ class Trace:
         self.uses.append(Use(call, call.layer))
         return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
 
-    def holder(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
+    def entry(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
         path = leaf.owner or "(model)"
         if use is not None:
@@ -147,15 +147,15 @@ def plan_loss(
     overrides = {use.call.key: chosen[path] for path, use in uses.items() if path in chosen}
     plans = _plans(Chooser(mesh), jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
     leaves = _laid(leaves, jaxpr, _layouts(trace.uses, plans, leaves), chosen, mesh)
-    holders: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for leaf in leaves:
-        holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
+        entry = entries.setdefault(leaf.owner, trace.entry(leaf, uses.get(leaf.owner), plans))
         if leaf.spec != leaf.used:
-            plan = replace(holder.plan, spread=(*holder.plan.spread, (leaf.param, leaf.spec)))
-            holder = replace(holder, plan=plan)
+            plan = replace(entry.plan, spread=(*entry.plan.spread, (leaf.param, leaf.spec)))
+            entry = replace(entry, plan=plan)
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, leaf.spec))
-        holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
-    return plans, leaves, tuple(holders.values())
+        entries[leaf.owner] = replace(entry, params={**entry.params, leaf.param: laid})
+    return plans, leaves, tuple(entries.values())
 
 
 def _leaves(params: Any) -> list[Leaf]:

@@ -137,7 +137,7 @@ def constant_key() -> jax.Array:
 
 @jax.jit
 def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: float) -> jax.Array:
-    """Return a parameter with noise of a part of its root mean square and of an absolute size, in every layout the same."""
+    """Return a parameter with noise of a part of its root mean square and of a size, the same in every layout."""
     noise = jnp.ones(_SUMS)
     for each in signs:
         noise = noise[..., None, :] * each
