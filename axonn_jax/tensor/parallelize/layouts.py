@@ -118,10 +118,7 @@ class LayerPlan:
 
     def size(self, *axes: str | None) -> int:
         """Product of the sizes of the mesh axes named; None counts one."""
-        count = 1
-        for axis in axes:
-            count *= 1 if axis is None else self.mesh.shape[axis]
-        return count
+        return size_over(self.mesh, [axis for axis in axes if axis is not None])
 
 
 def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:
