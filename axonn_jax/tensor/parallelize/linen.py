@@ -20,7 +20,7 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.linen_plan import Key, Leaf, plan_loss
+from axonn_jax.tensor.parallelize.linen_plan import Key, TreeLeaf, plan_loss
 from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import values_of
 
@@ -76,7 +76,7 @@ class LinenLoss:
     mesh: Mesh
     plans: Mapping[Key, LayerPlan]
     layouts: Any
-    """A tree as the parameters', of `linen_plan.Leaf`."""
+    """A tree as the parameters', of `linen_plan.TreeLeaf`."""
     entries: tuple[Entry, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
@@ -106,7 +106,7 @@ class LinenLoss:
         For traced functions, before the loss; without it XLA chooses what to move.
         """
 
-        def gather(value: jax.Array, leaf: Leaf) -> jax.Array:
+        def gather(value: jax.Array, leaf: TreeLeaf) -> jax.Array:
             return value if leaf.spec == leaf.used else whole(value, self.mesh, leaf.used)
 
         return jax.tree.map(gather, params, self.layouts)
@@ -129,7 +129,7 @@ class LinenLoss:
         """
         return replace(self, dtype=dtype)
 
-    def _without_z(self, value: jax.Array, leaf: Leaf) -> jax.Array:
+    def _without_z(self, value: jax.Array, leaf: TreeLeaf) -> jax.Array:
         """Gather over `z` what XLA multiplies with.
 
         XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both
@@ -138,7 +138,7 @@ class LinenLoss:
         inside = NamedSharding(self.mesh, without_z(leaf.used))
         return lax.with_sharding_constraint(value, inside) if leaf.shared else value
 
-    def _cast(self, value: jax.Array, leaf: Leaf) -> jax.Array:
+    def _cast(self, value: jax.Array, leaf: TreeLeaf) -> jax.Array:
         return value if leaf.in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TreeLeaf:
     """One parameter of the tree, and its layouts."""
 
     owner: str
@@ -95,7 +95,7 @@ class Trace:
         self.uses.append(Use(call, call.layer))
         return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
 
-    def entry(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
+    def entry(self, leaf: TreeLeaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
         path = leaf.owner or "(model)"
         if use is not None:
@@ -128,7 +128,7 @@ def plan_loss(
     params: Any,
     batch: Any,
     choose: Callable[[Mapping[str, Any]], Mapping[str, str]],
-) -> tuple[dict[Key, LayerPlan], list[Leaf], tuple[Entry, ...]]:
+) -> tuple[dict[Key, LayerPlan], list[TreeLeaf], tuple[Entry, ...]]:
     """Plan the layers of a loss, by `LayerCall.key`, from one trace of it; nothing is computed.
 
     `choose` returns the overrides of layers by path, from all layers by path.
@@ -158,16 +158,16 @@ def plan_loss(
     return plans, leaves, tuple(entries.values())
 
 
-def _leaves(params: Any) -> list[Leaf]:
+def _leaves(params: Any) -> list[TreeLeaf]:
     collections = isinstance(params, Mapping) and "params" in params
     leaves = []
     for path, array in tree_util.tree_leaves_with_path(params):
         owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
-        leaves.append(Leaf(owner, param, array, not collections or path[0] == tree_util.DictKey("params")))
+        leaves.append(TreeLeaf(owner, param, array, not collections or path[0] == tree_util.DictKey("params")))
     return leaves
 
 
-def _by_path(uses: Sequence[Use], leaves: Sequence[Leaf]) -> dict[str, Use]:
+def _by_path(uses: Sequence[Use], leaves: Sequence[TreeLeaf]) -> dict[str, Use]:
     """The first use of each layer by its path in the tree, of one without parameters of the tree in its module."""
     by_path: dict[str, Use] = {}
     for use in uses:
@@ -195,7 +195,9 @@ def _plans(
     return {use.call.key: replace((plans | others)[use.call.key], kind=use.call.base.__name__) for use in uses}
 
 
-def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[Leaf]) -> dict[int, tuple[P, int]]:
+def _layouts(
+    uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeLeaf]
+) -> dict[int, tuple[P, int]]:
     """The layout of each leaf of a sharded layer, as the first layer that uses it has it, and the first dim behind a
     stack's."""
     layouts: dict[int, tuple[P, int]] = {}
@@ -212,8 +214,8 @@ def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequen
 
 
 def _laid(
-    leaves: Sequence[Leaf], jaxpr: Any, held: Mapping[int, tuple[P, int]], chosen: Mapping[str, str], mesh: Mesh
-) -> list[Leaf]:
+    leaves: Sequence[TreeLeaf], jaxpr: Any, held: Mapping[int, tuple[P, int]], chosen: Mapping[str, str], mesh: Mesh
+) -> list[TreeLeaf]:
     """The leaves with their layouts, of which layers have chosen those `held`."""
     stored = {}
     for index, leaf in enumerate(leaves):
