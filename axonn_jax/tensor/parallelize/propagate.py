@@ -53,22 +53,9 @@ class Chooser:
         if isinstance(layer, nnx.Embed):
             return self._kernel(unsplit, described, swapped(axis), axis)
         plan = self._kernel(unsplit, described, axis, swapped(axis))
-        if plan.in_axis != plan.out_axis and arrives is not None and axis != arrives.axis:
+        if arrives is not None and axis != arrives.axis:
             return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
         return plan
-
-    def leaves(
-        self, layer: Any, plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__"
-    ) -> ActivationSplit | None:
-        """Return the layout of the output of a layer with this plan, None if unsplit."""
-        described = describe(layer)
-        if not plan.sharded or not isinstance(described, Kernel):
-            return arrives
-        if method == "attend":
-            return None if plan.in_axis is None else ActivationSplit(plan.in_axis, described.shape[0], True)
-        if plan.out_axis is None:
-            return None
-        return ActivationSplit(plan.out_axis, plan.sides[1].size, plan.sides[1].activation == -1)
 
     def _grouped(
         self, unsplit: LayerPlan, of: Kernel | Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
@@ -127,6 +114,17 @@ class Chooser:
         return None, _uneven(end, sides[0].size, axis, parts)
 
 
+def _leaves(plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__") -> ActivationSplit | None:
+    """Return the layout of the output of a layer with this plan, None if unsplit."""
+    if not plan.sharded or not isinstance(plan.of, Kernel):
+        return arrives
+    if method == "attend":
+        return None if plan.in_axis is None else ActivationSplit(plan.in_axis, plan.of.shape[0], True)
+    if plan.out_axis is None:
+        return None
+    return ActivationSplit(plan.out_axis, plan.sides[1].size, plan.sides[1].activation == -1)
+
+
 def _uneven(what: str, size: int, axis: str, parts: int) -> str:
     return f"{what} {size} does not divide by {axis} = {parts}"
 
@@ -164,7 +162,7 @@ def plans_by_order(
         plans[path] = plan
         if plan.sharded:
             before = (path, arrives)
-            split = chooser.leaves(layer, plan, arrives)
+            split = _leaves(plan, arrives)
     return plans
 
 
@@ -222,7 +220,7 @@ def plans_of_calls(
         runs = times[call.number] if times else math.prod(plan.stack)
         one = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
         plans[key] = replace(plan, calls=(*(plan.calls or ()), one))
-        return chooser.leaves(layer, plan, x.split, call.entry)
+        return _leaves(plan, x.split, call.entry)
 
     others = [Activation()] * (len(jaxpr.invars) - len(trained))
     follow_layouts(jaxpr, [*(Activation(None, each) for each in trained), *others], at_layer)
