@@ -17,7 +17,7 @@ from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, inputs_of_products, mark, marked
 from axonn_jax.tensor.parallelize.layouts import WHOLE, LayerPlan, Stored, further_layouts, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
+from axonn_jax.tensor.parallelize.propagate import plan_of, plans_of_calls
 from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import spec_axes
 
@@ -145,7 +145,7 @@ def plan_loss(
     uses = _by_path(trace.uses, leaves)
     chosen = choose(uses)
     overrides = {use.call.key: chosen[path] for path, use in uses.items() if path in chosen}
-    plans = _plans(Chooser(mesh), jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
+    plans = _plans(mesh, jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
     leaves = _laid(leaves, jaxpr, _layouts(trace.uses, plans, leaves), chosen, mesh)
     entries: dict[str, Entry] = {}
     for leaf in leaves:
@@ -186,12 +186,12 @@ def _check_scalar(result: Any) -> None:
 
 
 def _plans(
-    chooser: Chooser, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
+    mesh: Mesh, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
 ) -> dict[Key, LayerPlan]:
     """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
     calls = [(use.call.key, use.layer) for use in uses]
-    plans = plans_of_calls(chooser, jaxpr, trained, calls, overrides, [use.times for use in uses])
-    others = {key: chooser.plan(layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
+    plans = plans_of_calls(mesh, jaxpr, trained, calls, overrides, [use.times for use in uses])
+    others = {key: plan_of(mesh, layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
     return {use.call.key: replace((plans | others)[use.call.key], kind=use.call.base.__name__) for use in uses}
 
 

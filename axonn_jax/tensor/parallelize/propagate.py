@@ -20,98 +20,95 @@ from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Call, LayerPla
 from axonn_jax.tensor.specs import size_over
 
 
-class Chooser:
-    """Chooser of plans on one mesh, without knowledge of the order of layers."""
+def plan_of(mesh: Mesh, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
+    """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
+    axis).
+    """
+    described = describe(layer)
+    if isinstance(described, str):
+        return LayerPlan(type(layer).__name__, mesh, False, note=described)
+    # Whole parameters on every device; rows of a layer with a kernel are split by hand all the same: XLA's
+    # partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
+    # devices, and the same on others).
+    kind, sides = base_of(type(layer)).__name__, tuple[Side, ...]()  # type: ignore[union-attr]
+    if isinstance(described, Kernel):
+        sides = (described.ins[0], described.outs[0])
+    unsplit = LayerPlan(kind, mesh, isinstance(described, Kernel), of=described, sides=sides)
+    if override == "replicated":
+        return replace(unsplit, note="by an override")
+    # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
+    axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
+    if override is not None:
+        axis = "y" if override == "y" else "x"
+    if isinstance(described, Norm) or described.groups > 1:
+        return _grouped(unsplit, described, arrives, axis, forced=override is not None)
+    if isinstance(layer, nnx.Embed):
+        return _kernel(unsplit, described, swapped(axis), axis)
+    plan = _kernel(unsplit, described, axis, swapped(axis))
+    if arrives is not None and axis != arrives.axis:
+        return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
+    return plan
 
-    def plan(self, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
-        """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
 
-        `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
-        axis).
-        """
-        described = describe(layer)
-        if isinstance(described, str):
-            return LayerPlan(type(layer).__name__, self.mesh, False, note=described)
-        # Whole parameters on every device; rows of a layer with a kernel are split by hand all the same: XLA's
-        # partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
-        # devices, and the same on others).
-        kind, sides = base_of(type(layer)).__name__, tuple[Side, ...]()  # type: ignore[union-attr]
-        if isinstance(described, Kernel):
-            sides = (described.ins[0], described.outs[0])
-        unsplit = LayerPlan(kind, self.mesh, isinstance(described, Kernel), of=described, sides=sides)
-        if override == "replicated":
-            return replace(unsplit, note="by an override")
-        # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
-        axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
-        if override is not None:
-            axis = "y" if override == "y" else "x"
-        if isinstance(described, Norm) or described.groups > 1:
-            return self._grouped(unsplit, described, arrives, axis, forced=override is not None)
-        if isinstance(layer, nnx.Embed):
-            return self._kernel(unsplit, described, swapped(axis), axis)
-        plan = self._kernel(unsplit, described, axis, swapped(axis))
-        if arrives is not None and axis != arrives.axis:
-            return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
-        return plan
+def _grouped(
+    unsplit: LayerPlan, of: Kernel | Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
+) -> LayerPlan:
+    """Return the plan of features in groups that do not mix, in a norm each by itself: whole groups on a device."""
+    mesh, specs = unsplit.mesh, [(name, P(axis)) for name in of.names]
+    size, groups, whose, what = of.features[0], of.features[0], "it normalises", "features"
+    if isinstance(of, Kernel):
+        size, groups, whose, what = of.ins[0].size, of.groups, "of its groups", "groups"
+        specs = [(of.name, spec_of(len(of.shape), (of.outs[0].kernel, axis))), ("bias", P(axis))]
+    if not forced and (arrives is None or not arrives.last or arrives.size != size):
+        return replace(unsplit, note=f"the features {whose} are not split where it stands")
+    if groups % mesh.shape[axis]:
+        return replace(unsplit, note=_uneven(what, groups, axis, mesh.shape[axis]))
+    return replace(unsplit, sharded=True, in_axis=axis, out_axis=axis, specs=tuple(specs))
 
-    def _grouped(
-        self, unsplit: LayerPlan, of: Kernel | Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
-    ) -> LayerPlan:
-        """Return the plan of features in groups that do not mix, in a norm each by itself: whole groups on a device."""
-        specs = [(name, P(axis)) for name in of.names]
-        size, groups, whose, what = of.features[0], of.features[0], "it normalises", "features"
-        if isinstance(of, Kernel):
-            size, groups, whose, what = of.ins[0].size, of.groups, "of its groups", "groups"
-            specs = [(of.name, spec_of(len(of.shape), (of.outs[0].kernel, axis))), ("bias", P(axis))]
-        if not forced and (arrives is None or not arrives.last or arrives.size != size):
-            return replace(unsplit, note=f"the features {whose} are not split where it stands")
-        if groups % self.mesh.shape[axis]:
-            return replace(unsplit, note=_uneven(what, groups, axis, self.mesh.shape[axis]))
-        return replace(unsplit, sharded=True, in_axis=axis, out_axis=axis, specs=tuple(specs))
 
-    def _kernel(self, unsplit: LayerPlan, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
-        ends = ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
-        side_in, note_in = self._side(kernel.ins, in_axis, ends[0])
-        side_out, note_out = self._side(kernel.outs, out_axis, ends[1])
-        split: dict[int, tuple[str, ...]] = {}
-        if side_in is not None:
-            split[side_in.kernel] = (in_axis,)
-        if side_out is not None:
-            split[side_out.kernel] = (out_axis,)
-        # z preferably where the algorithm has it, on the contracted dim.
-        order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
-        z, note_z = self.mesh.shape["z"], ""
-        for dim in order:
-            if kernel.shape[dim] % (z * size_over(self.mesh, split.get(dim, ()))) == 0:
-                split[dim] = (*split.get(dim, ()), "z")
-                break
-        else:
-            note_z = f"no dim of its weight {kernel.shape} divides by z = {z}"
-        unsplit = replace(unsplit, note="; ".join(filter(None, (note_in, note_out, note_z))))
-        if side_in is None and side_out is None:
-            return unsplit
-        specs: tuple[tuple[str, P], ...] = ((kernel.name, P(*(split.get(dim) for dim in range(len(kernel.shape))))),)
-        if kernel.bias is not None:
-            y = None if side_out is None else side_out.activation
-            specs += (("bias", P(*(out_axis if dim == y else None for dim in kernel.bias))),)
-        return replace(
-            unsplit,
-            in_axis=None if side_in is None else in_axis,
-            out_axis=None if side_out is None else out_axis,
-            specs=specs,
-            sides=(side_in or kernel.ins[0], side_out or kernel.outs[0]),
-        )
+def _kernel(unsplit: LayerPlan, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
+    mesh, ends = unsplit.mesh, ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
+    side_in, note_in = _side(mesh, kernel.ins, in_axis, ends[0])
+    side_out, note_out = _side(mesh, kernel.outs, out_axis, ends[1])
+    split: dict[int, tuple[str, ...]] = {}
+    if side_in is not None:
+        split[side_in.kernel] = (in_axis,)
+    if side_out is not None:
+        split[side_out.kernel] = (out_axis,)
+    # z preferably where the algorithm has it, on the contracted dim.
+    order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
+    z, note_z = mesh.shape["z"], ""
+    for dim in order:
+        if kernel.shape[dim] % (z * size_over(mesh, split.get(dim, ()))) == 0:
+            split[dim] = (*split.get(dim, ()), "z")
+            break
+    else:
+        note_z = f"no dim of its weight {kernel.shape} divides by z = {z}"
+    unsplit = replace(unsplit, note="; ".join(filter(None, (note_in, note_out, note_z))))
+    if side_in is None and side_out is None:
+        return unsplit
+    specs: tuple[tuple[str, P], ...] = ((kernel.name, P(*(split.get(dim) for dim in range(len(kernel.shape))))),)
+    if kernel.bias is not None:
+        y = None if side_out is None else side_out.activation
+        specs += (("bias", P(*(out_axis if dim == y else None for dim in kernel.bias))),)
+    return replace(
+        unsplit,
+        in_axis=None if side_in is None else in_axis,
+        out_axis=None if side_out is None else out_axis,
+        specs=specs,
+        sides=(side_in or kernel.ins[0], side_out or kernel.outs[0]),
+    )
 
-    def _side(self, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
-        """Return the first candidate divisible over the axis, or the reason for none."""
-        parts = self.mesh.shape[axis]
-        for side in sides:
-            if side.size % parts == 0:
-                return side, ""
-        return None, _uneven(end, sides[0].size, axis, parts)
+
+def _side(mesh: Mesh, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
+    """Return the first candidate divisible over the axis, or the reason for none."""
+    parts = mesh.shape[axis]
+    for side in sides:
+        if side.size % parts == 0:
+            return side, ""
+    return None, _uneven(end, sides[0].size, axis, parts)
 
 
 def _leaves(plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__") -> ActivationSplit | None:
@@ -146,7 +143,7 @@ def _side_by_side(first: str, second: str) -> bool:
 
 
 def plans_by_order(
-    chooser: Chooser, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
+    mesh: Mesh, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
 ) -> dict[str, LayerPlan]:
     """Return a plan for each layer, in order; `known` plans are kept.
 
@@ -158,7 +155,7 @@ def plans_by_order(
     before = ("", split)
     for path, layer in layers:
         arrives = before[1] if before[0] and _side_by_side(before[0], path) else split
-        plan = known.get(path) or chooser.plan(layer, arrives, overrides.get(path))
+        plan = known.get(path) or plan_of(mesh, layer, arrives, overrides.get(path))
         plans[path] = plan
         if plan.sharded:
             before = (path, arrives)
@@ -171,7 +168,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def plans_by_flow(
-    chooser: Chooser,
+    mesh: Mesh,
     model: nnx.Module,
     layers: dict[str, nnx.Module],
     overrides: dict[str, str],
@@ -190,15 +187,15 @@ def plans_by_flow(
     graphdef, state = nnx.split(model)
     params, rest = nnx.split_state(state, nnx.Param, ...)
     jaxpr = jax.make_jaxpr(lambda *state: jax.tree.leaves(call(nnx.merge(graphdef, *state))))(params, rest).jaxpr
-    check_grouped(jaxpr, chooser.mesh, MARK)
+    check_grouped(jaxpr, mesh, MARK)
     for layer, kind in zip(layers.values(), kinds, strict=True):
         layer.__class__ = kind
     trained = [True] * len(jax.tree.leaves(params))
-    return plans_of_calls(chooser, jaxpr, trained, list(layers.items()), overrides)
+    return plans_of_calls(mesh, jaxpr, trained, list(layers.items()), overrides)
 
 
 def plans_of_calls(
-    chooser: Chooser,
+    mesh: Mesh,
     jaxpr: Any,
     trained: Sequence[bool],
     calls: Sequence[tuple[Key, Any]],
@@ -214,7 +211,7 @@ def plans_of_calls(
 
     def at_layer(call: Marked, out_size: int, x: Activation) -> ActivationSplit | None:
         key, layer = calls[call.number]
-        plan = plans[key] if key in plans else chooser.plan(layer, x.split, overrides.get(key))
+        plan = plans[key] if key in plans else plan_of(mesh, layer, x.split, overrides.get(key))
         # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
         rows = call.shape[0] if len(call.shape) > 1 else 1
         runs = times[call.number] if times else math.prod(plan.stack)
