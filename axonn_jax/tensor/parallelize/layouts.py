@@ -93,7 +93,7 @@ class LayerPlan:
     def z_dim(self) -> int | None:
         """The kernel's dim split once more over `z`."""
         kernel = self.specs[0][1] if self.specs else ()
-        return next((dim for dim, axes in enumerate(kernel) if isinstance(axes, tuple) and "z" in axes), None)
+        return next((dim for dim, axes in enumerate(kernel) if "z" in spec_axes(P(axes))), None)
 
     def splits(self, call: Call) -> bool:
         """True if the rows of a call divide over `row_axes`."""
