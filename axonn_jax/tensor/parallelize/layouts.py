@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.ops.layers import TensorAxis
 from axonn_jax.tensor.parallelize.kinds import Kernel, Norm, Side
-from axonn_jax.tensor.specs import size_over, spec_axes
+from axonn_jax.tensor.specs import size_over, spec_axes, split_dim
 
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
@@ -92,8 +92,7 @@ class LayerPlan:
     @property
     def z_dim(self) -> int | None:
         """The kernel's dim split once more over `z`."""
-        kernel = self.specs[0][1] if self.specs else ()
-        return next((dim for dim, axes in enumerate(kernel) if "z" in spec_axes(P(axes))), None)
+        return split_dim(self.specs[0][1], "z") if self.specs else None
 
     def splits(self, call: Call) -> bool:
         """True if the rows of a call divide over `row_axes`."""

@@ -98,9 +98,7 @@ def _weight(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> int:
 
 def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
     """Elements of a parameter on one device."""
-    spec = plan.spec(name)
-    axes = [axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())]
-    return prod(shape) // plan.size(*axes)
+    return prod(shape) // plan.size(*spec_axes(plan.spec(name)))
 
 
 def _more(plan: LayerPlan, name: str, kept: P) -> tuple[str, ...]:
