@@ -1,7 +1,7 @@
 """Report of `parallelize`: each layer with roles, bytes and communication, or the reason against splitting."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
-from axonn_jax.tensor.parallelize.transfers import Entry
+from axonn_jax.tensor.parallelize.transfers import Entry, Transfer
 from axonn_jax.terminal import table
 
 
@@ -44,11 +44,7 @@ class ShardingReport:
     @property
     def traffic(self) -> dict[str, int]:
         """Bytes a device sends in a training call, by axis (``data+z`` for a reduction over both)."""
-        total: Counter[str] = Counter()
-        for entry in self.entries:
-            for transfer in entry.transfers:
-                total["+".join(transfer.axes)] += transfer.bytes
-        return dict(total)
+        return _by_axes(transfer for entry in self.entries for transfer in entry.transfers)
 
     def __str__(self) -> str:
         known = any(entry.plan.calls for entry in self.entries)
@@ -62,14 +58,16 @@ class ShardingReport:
         return "\n".join(lines)
 
 
+def _by_axes(transfers: Iterable[Transfer]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for transfer in transfers:
+        total["+".join(transfer.axes)] += transfer.bytes
+    return dict(total)
+
+
 def _row(entry: Entry) -> tuple[str, ...]:
-    sums = ["", ""]
-    for backward in (False, True):
-        by_axis: Counter[str] = Counter()
-        for transfer in entry.transfers:
-            if transfer.backward == backward:
-                by_axis["+".join(transfer.axes)] += transfer.bytes
-        sums[backward] = " ".join(f"{axes} {count:,}" for axes, count in by_axis.items()) or "-"
+    each = (_by_axes(t for t in entry.transfers if t.backward == backward) for backward in (False, True))
+    sums = (" ".join(f"{axes} {count:,}" for axes, count in sent.items()) or "-" for sent in each)
     return (entry.path, entry.plan.kind, entry.roles, f"{entry.device_bytes:,}", f"{entry.bytes:,}", *sums)
 
 

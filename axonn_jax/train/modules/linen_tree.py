@@ -61,19 +61,15 @@ class TreeApart(Apart):
         split = [(entry.path, entry.plan.of) for entry in entries if entry.plan.sharded]
         named = (f"{path}.{of.name}" for path, of in split if isinstance(of, Kernel) and of.name != "embedding")
         self.kernels = tuple(name for name in named if name in self.params)
-        self.tree = self._own_tree(tree)
+        names, structure = self._names, self._tree
+        if self._collections:  # an optimizer has the tree of "params" alone
+            names = [name for name in names if name.split(".")[0] == "params"]
+            structure = jax.tree.structure(tree["params"])
+        self.tree = GivenTree(structure, names, frozenset(self.params))
 
     @property
     def split(self) -> bool:  # noqa: D102
         return isinstance(self.loss, LinenLoss)
-
-    def _own_tree(self, tree: Any) -> GivenTree:
-        """Return the tree of which an optimizer has the parameters: beside other collections that of "params"."""
-        names, structure = self._names, self._tree
-        if self._collections:
-            names = [name for name in names if name.split(".")[0] == "params"]
-            structure = jax.tree.structure(tree["params"])
-        return GivenTree(structure, names, frozenset(self.params))
 
     def called(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way

@@ -81,10 +81,7 @@ class Proof:
             return False
         before, self._due = self.way, 1 << step.bit_length()
         self._forms.add(form)
-        dense = {
-            name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v)
-            for name, v in params.items()
-        }
+        dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         # Moves are smaller than the roundings of weights that are kept in half precision beside their masters.
         dense = {name: v.astype(jnp.float32) if v.dtype in _HALVES else v for name, v in dense.items()}
         with jax.default_matmul_precision("highest"):
