@@ -75,9 +75,13 @@ class ModuleApart(Apart):
         self.streamed = bool(jax.tree.leaves(self._streams))
         self.tree = StateTree(trained)
         super().__init__(arrays, trained, loss, compute, mesh, whole_state=False)
-        members = modules(model).values()
-        inside = {id(variable) for module in members for variable in _cast_by_layer(module)}
-        kernels = {id(variable) for module in members for variable in _kernel(module)}
+        inside, kernels = set[int](), set[int]()
+        for module in modules(model).values():
+            described = describe(module)
+            if _plans_dtype(module):
+                inside |= {id(vars(module).get(name)) for name, _ in getattr(module, PLAN).specs}
+            if isinstance(described, Kernel) and not isinstance(module, nnx.Embed):
+                kernels.add(id(vars(module)[described.name]))
         paths = [(path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable)]
         self._in_layers = {_dotted(path) for path, value in paths if id(value) in inside}
         """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
@@ -186,14 +190,3 @@ def _plans_dtype(module: Any) -> bool:
     """True if a layer is split, and casts its parameters to a dtype of its own."""
     plan = getattr(module, PLAN, None)
     return plan is not None and plan.sharded and hasattr(module, "dtype")
-
-
-def _kernel(module: Any) -> list[Any]:
-    """Return the kernel of a layer that has a sharded form; empty for an embedding or another module."""
-    described = describe(module)
-    return [vars(module)[described.name]] if isinstance(described, Kernel) and not isinstance(module, nnx.Embed) else []
-
-
-def _cast_by_layer(module: Any) -> list[Any]:
-    """Return the variables that a split layer casts by itself."""
-    return [vars(module).get(name) for name, _ in getattr(module, PLAN).specs] if _plans_dtype(module) else []
