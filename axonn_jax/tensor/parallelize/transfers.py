@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.parallelize.kinds import Norm
+from axonn_jax.tensor.parallelize.kinds import Kernel, Norm
 from axonn_jax.tensor.parallelize.layouts import Call, LayerPlan
 from axonn_jax.tensor.specs import spec_axes
 
@@ -26,91 +26,13 @@ class Transfer(NamedTuple):
     """Bytes a device sends on a ring: `(G-1)/G` of the buffer, twice that for an all-reduce."""
 
 
-def _transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
-    """Return every collective of a forward and backward pass over the layer's calls; `shapes` are the parameters'."""
-    if not plan.sharded or plan.of is None or plan.calls == ():
-        return []
-    # One row where the calls are not known; a lookup's ids have no gradient.
-    calls = plan.calls or (Call(*plan.of.features, rows=None, input_grad=plan.kind != "Embed"),)
-    if isinstance(plan.of, Norm):
-        each = [_norm(plan, plan.of, call, shapes) for call in calls]
-    else:
-        gathered = _gathered(plan, shapes, itemsize)
-        each = [gathered, *(_contraction(plan, call, shapes, itemsize) for call in calls)]
-    return [transfer for call in each for transfer in call if transfer.bytes]
-
-
-def _gathered(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
-    """Gathers of the forward pass, which all calls have in common."""
-    for name, spec in plan.spread:  # gathered where the region begins
-        yield _transfer(plan, "all-gather", _more(plan, name, spec), False, _local(plan, shapes[name], name) * 4)
-    if plan.z_dim is not None:
-        yield _transfer(plan, "all-gather", ("z",), False, _weight(plan, shapes) * itemsize)
-
-
-def _contraction(plan: LayerPlan, call: Call, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
-    split, weight = plan.splits(call), _weight(plan, shapes) * itemsize
-    x_size, y_size = _local_sizes(plan, call)
-    in_axis, out_axis = (plan.out_axis, plan.in_axis) if call.attend else (plan.in_axis, plan.out_axis)
-    if plan.z_dim is not None and split:
-        if call.input_grad:
-            yield _transfer(plan, "all-gather", ("z",), True, weight)
-        yield _transfer(plan, "reduce-scatter", ("z",), True, weight)
-    alone = in_axis == out_axis  # groups of features that do not mix, or none split
-    if in_axis is not None and not alone:
-        yield _transfer(plan, "all-reduce", (in_axis,), False, y_size // plan.size(out_axis) * itemsize)
-    if out_axis is not None and not alone and call.input_grad:
-        yield _transfer(plan, "all-reduce", (out_axis,), True, x_size // plan.size(in_axis) * itemsize)
-    if not split:  # every device of data and z has the whole gradient
-        return
-    for name, shape in shapes.items():
-        axes = plan.replica_axes if name in _KERNELS and plan.z_dim is not None else plan.row_axes
-        yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
-
-
-def _norm(plan: LayerPlan, norm: Norm, call: Call, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
-    assert plan.in_axis is not None
-    features = max((prod(shape) for shape in shapes.values()), default=norm.size)
-    rows = max(1, _local_sizes(plan, call)[0] // features)
-    # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
-    forward, backward = (3, 2) if plan.kind == "LayerNorm" else (1, 1)
-    yield _transfer(plan, "all-reduce", (plan.in_axis,), False, forward * rows * 4)
-    if call.input_grad:
-        yield _transfer(plan, "all-reduce", (plan.in_axis,), True, backward * rows * 4)
-    for name, shape in shapes.items():
-        yield _transfer(plan, "all-reduce", plan.row_axes, True, _local(plan, shape, name) * 4)
-
-
-def _local_sizes(plan: LayerPlan, call: Call) -> tuple[int, int]:
-    """Elements of a call's input and output on the devices that have the same rows."""
-    parts = plan.size(*plan.row_axes) if call.rows is not None and plan.splits(call) else 1
-    return call.in_size // parts, call.out_size // parts
-
-
-_KERNELS = ("kernel", "embedding")
-
-
-def _weight(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Elements of the weight on one device, gathered over `z`."""
-    name = next(name for name in _KERNELS if name in shapes)
-    return _local(plan, shapes[name], name) * (1 if plan.z_dim is None else plan.size("z"))
-
-
-def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
-    """Elements of a parameter on one device."""
-    return prod(shape) // plan.size(*spec_axes(plan.spec(name)))
+Sent = tuple[str, tuple[str, ...], bool, int]
+"""The first four of a `Transfer`, with axes of size one too."""
 
 
 def _more(plan: LayerPlan, name: str, kept: P) -> tuple[str, ...]:
     """The axes over which a parameter is gathered where the layer begins to compute."""
     return tuple(sorted(spec_axes(kept) - spec_axes(plan.spec(name))))
-
-
-def _transfer(plan: LayerPlan, kind: str, axes: tuple[str, ...], backward: bool, buffer: int) -> Transfer:
-    over = tuple(axis for axis in axes if plan.mesh.shape[axis] > 1)
-    group = plan.size(*over)
-    times = 2 if kind == "all-reduce" else 1
-    return Transfer(kind, over, backward, buffer, times * (group - 1) * buffer // group)
 
 
 @dataclass(frozen=True)
@@ -141,9 +63,70 @@ class Entry:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Collectives of the layer in a training call."""
-        shapes = {name: value.shape for name, value in self.params.items()}
-        return tuple(_transfers(self.plan, shapes, jnp.dtype(self.dtype).itemsize))
+        """Collectives of the layer in a training call, forward and backward."""
+        made = []
+        for kind, axes, backward, buffer in self._sent():
+            over = tuple(axis for axis in axes if self.plan.mesh.shape[axis] > 1)
+            group, times = self.plan.size(*over), 2 if kind == "all-reduce" else 1
+            if sent := times * (group - 1) * buffer // group:
+                made.append(Transfer(kind, over, backward, buffer, sent))
+        return tuple(made)
+
+    def _sent(self) -> Iterator[Sent]:
+        plan, of = self.plan, self.plan.of
+        if not plan.sharded or of is None or plan.calls == ():
+            return
+        if isinstance(of, Kernel):  # gathers of the forward pass, which all calls have in common
+            for name, spec in plan.spread:  # gathered where the region begins
+                yield "all-gather", _more(plan, name, spec), False, self._local(name) * 4
+            if plan.z_dim is not None:
+                yield "all-gather", ("z",), False, self._gathered(of)
+        # One row where the calls are not known; a lookup's ids have no gradient.
+        for call in plan.calls or (Call(*of.features, rows=None, input_grad=plan.kind != "Embed"),):
+            # Elements of input and output on the devices that have the same rows.
+            parts = plan.size(*plan.row_axes) if call.rows is not None and plan.splits(call) else 1
+            sizes = (call.in_size // parts, call.out_size // parts)
+            if isinstance(of, Norm):
+                yield from self._norm(of, call, sizes[0])
+            else:
+                yield from self._contraction(of, call, *sizes)
+
+    def _contraction(self, kernel: Kernel, call: Call, x_size: int, y_size: int) -> Iterator[Sent]:
+        plan, itemsize, split = self.plan, jnp.dtype(self.dtype).itemsize, self.plan.splits(call)
+        in_axis, out_axis = (plan.out_axis, plan.in_axis) if call.attend else (plan.in_axis, plan.out_axis)
+        if plan.z_dim is not None and split:
+            if call.input_grad:
+                yield "all-gather", ("z",), True, self._gathered(kernel)
+            yield "reduce-scatter", ("z",), True, self._gathered(kernel)
+        alone = in_axis == out_axis  # groups of features that do not mix, or none split
+        if in_axis is not None and not alone:
+            yield "all-reduce", (in_axis,), False, y_size // plan.size(out_axis) * itemsize
+        if out_axis is not None and not alone and call.input_grad:
+            yield "all-reduce", (out_axis,), True, x_size // plan.size(in_axis) * itemsize
+        for name in self.params if split else ():  # else every device of data and z has the whole gradient
+            axes = plan.replica_axes if name == kernel.name and plan.z_dim is not None else plan.row_axes
+            yield "all-reduce", axes, True, self._local(name) * 4
+
+    def _norm(self, norm: Norm, call: Call, x_size: int) -> Iterator[Sent]:
+        assert self.plan.in_axis is not None
+        features = max((value.size for value in self.params.values()), default=norm.size)
+        rows, axes = max(1, x_size // features), (self.plan.in_axis,)
+        # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
+        forward, backward = (3, 2) if self.plan.kind == "LayerNorm" else (1, 1)
+        yield "all-reduce", axes, False, forward * rows * 4
+        if call.input_grad:
+            yield "all-reduce", axes, True, backward * rows * 4
+        for name in self.params:
+            yield "all-reduce", self.plan.row_axes, True, self._local(name) * 4
+
+    def _gathered(self, kernel: Kernel) -> int:
+        """Bytes of the kernel on one device, gathered over `z`."""
+        over_z = 1 if self.plan.z_dim is None else self.plan.size("z")
+        return self._local(kernel.name) * over_z * jnp.dtype(self.dtype).itemsize
+
+    def _local(self, name: str) -> int:
+        """Elements of a parameter on one device."""
+        return int(self.params[name].size) // self.plan.size(*spec_axes(self.plan.spec(name)))
 
     @property
     def reason(self) -> str:
