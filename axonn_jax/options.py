@@ -56,7 +56,6 @@ ResidualComm = Literal["all_reduce", "gather", "auto"]
 Order = Literal["auto", "package", "xla"]
 """Order of a step's computation: the package's or XLA's."""
 ScanLayers = Literal["auto", "yes", "no"]
-MatmulChoice = Literal["auto", "off", "measure"]
 
 PipelinePolicy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 """Order of a rank's tasks: by arrival of their inputs (`message`), or a fixed one."""

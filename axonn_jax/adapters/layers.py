@@ -19,7 +19,7 @@ from axonn_jax.options import typed
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.elementwise import dropout as dropped
 from axonn_jax.tensor.linear import Linear
-from axonn_jax.tensor.matmul import multiply
+from axonn_jax.tensor.matmul import matmul
 from axonn_jax.tensor.params import constant_param, layout, split_module, uniform_param
 
 
@@ -53,7 +53,7 @@ class Adapter(nnx.Module):
         a, b = self.a.get_value().astype(x.dtype), self.spread().astype(x.dtype)
 
         def inner(x: jax.Array, a: jax.Array) -> jax.Array:
-            return over_rows(lambda rows: multiply(rows, a, "NN"), x)
+            return over_rows(lambda rows: matmul(rows, a), x)
 
         rate = self.config.dropout
         if key is None or rate == 0.0:
@@ -62,7 +62,7 @@ class Adapter(nnx.Module):
             keys = [key.fold_in(_DROPOUT + TARGETS.index(target)) for target in self.targets]
             parts = zip(keys, jnp.split(a, len(keys), 1), strict=True)
             h = jnp.concatenate([inner(dropped(x, rate, own, axes=self.inner), a) for own, a in parts], -1)
-        return over_rows(lambda rows: multiply(rows * jnp.asarray(self.config.scale, x.dtype), b, "NN"), h)
+        return over_rows(lambda rows: matmul(rows * jnp.asarray(self.config.scale, x.dtype), b), h)
 
     def spread(self) -> jax.Array:
         """Return B of all adapters below each other, [adapters * rank, out], zero where another one's columns are."""

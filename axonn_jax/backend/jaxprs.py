@@ -1,7 +1,9 @@
-"""Equations of traced programs, those of inner programs included."""
+"""Equations of traced programs, those of inner programs included, and values carried through them."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
@@ -19,3 +21,27 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in bodies(eqn):
             yield from equations(inner)
+
+
+def same_body(eqn: Any) -> Any | None:
+    """Return the body of an equation (jit, remat, scan, a custom derivative) that takes and gives the same values."""
+    sizes = (len(eqn.invars), len(eqn.outvars))
+    return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
+
+
+def follow(
+    jaxpr: Any, arrive: Sequence[Value], nothing: Value, through: Callable[[Any, list[Value]], Sequence[Value]]
+) -> list[Value]:
+    """Carry a value for each variable through a jaxpr's equations, and return the results' values.
+
+    `through` gives those of an equation's results, of the equation and its inputs' values; literals and constants have
+    `nothing`.
+    """
+    known = dict(zip(jaxpr.invars, arrive, strict=True))
+
+    def of(var: Any) -> Value:
+        return nothing if hasattr(var, "val") else known.get(var, nothing)  # a literal is not hashable
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, through(eqn, [of(var) for var in eqn.invars]), strict=True))
+    return [of(var) for var in jaxpr.outvars]

@@ -1,10 +1,8 @@
 """Repairs of what XLA's CPU backend does to a program (jaxlib 0.10.2 to 0.12); other backends keep their own form."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,18 +77,3 @@ def write_apart(write: Callable[..., jax.Array], always: jax.Array) -> Callable[
 def on_cores(cores: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `cores` in programs for CPUs, and `others` in all other programs."""
     return partial(lax.platform_dependent, cpu=cores, default=others)
-
-
-def device_kind(device: Any) -> str:
-    """Name of a device's model, of a CPU with its number of cores: jax calls every CPU "cpu"."""
-    if not computes_on_cores(device.platform):
-        return str(device.device_kind)
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "cpu"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

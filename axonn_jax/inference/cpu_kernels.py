@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.linear import Linear, with_layouts
-from axonn_jax.tensor.matmul import MatmulLayouts
+from axonn_jax.tensor.embedding import Embedding
+from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.params import Params, SplitModule
 
 FEW = 64
@@ -30,9 +30,12 @@ class _Merge:
     parts: SplitModule
 
     def __call__(self, params: Mapping[str, jax.Array]) -> nnx.Module:
-        model = with_layouts(self.parts.merge(params), MatmulLayouts(few=FEW))
-        for layer in _linears(model).values():
-            layer.turned = True
+        model = self.parts.merge(params)
+        for _, layer in nnx.iter_modules(model):
+            if isinstance(layer, Linear | Embedding):
+                layer.few = FEW
+            if isinstance(layer, Linear):
+                layer.turned = True
         return model
 
 

@@ -264,10 +264,10 @@ class Transformer(nnx.Module):
         experts' loads are in the gradients, not in the value. Collectives: `tensor.loss.total_loss`.
         """
         tied = self.head is None
-        layer, weight = (self.embedding, self.embedding.table) if self.head is None else (self.head, self.head.kernel)
+        weight = self.embedding.table if self.head is None else self.head.kernel
         gathered = gather_weight(weight.get_value(), x.dtype)
         used = self._used(gathered.shape[0 if tied else 1])
-        projection = Projection(gathered, tied, layer.layouts, used, self.shape.logits_cap)
+        projection = Projection(gathered, tied, used, self.shape.logits_cap)
         h = self.norm(values_of(x))
         total = total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
         balance = balance_of(x)

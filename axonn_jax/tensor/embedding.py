@@ -16,7 +16,7 @@ from axonn_jax.tensor.collectives import (
     scatter_sequence,
     shard_offset,
 )
-from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
+from axonn_jax.tensor.matmul import matmul
 from axonn_jax.tensor.params import normal_param
 from axonn_jax.tensor.weight_gather import gather_weight
 
@@ -58,15 +58,14 @@ def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Arr
 _wide_sums.defvjp(lambda table, ids: (_wide_sums(table, ids), (table, ids)), _backward)
 
 
-def tied_logits(
-    table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, layouts: MatmulLayouts = PLAIN
-) -> jax.Array:
+def tied_logits(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, *, few: int = 0) -> jax.Array:
     """Multiply `h` with every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
-    Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
+    `few` as for `matmul`. Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over
+    `vocab_axis`.
     """
     h = mark_varying(h, (vocab_axis,))
-    return all_reduce(over_rows(lambda rows: matmul(rows, table, layouts, turned=True), h), feature_axis)
+    return all_reduce(over_rows(lambda rows: matmul(rows, table, turned=True, few=few), h), feature_axis)
 
 
 class Embedding(nnx.Module):
@@ -87,7 +86,8 @@ class Embedding(nnx.Module):
         rows: int | None = None,
     ):
         self.sequence_split = sequence_split
-        self.layouts = PLAIN
+        self.few = 0
+        """Tokens up to which logits are the transposed product, as in generation on CPUs (`inference.cpu_kernels`)."""
         self.table = normal_param(
             key, (vocab, hidden), std, P(("y", "z"), "x"), padded=(vocab if rows is None else rows, hidden)
         )
@@ -108,7 +108,7 @@ class Embedding(nnx.Module):
         dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
         """
         h = gather_sequence(h) if self.sequence_split else h
-        return tied_logits(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", self.layouts)
+        return tied_logits(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", few=self.few)
 
 
 class PositionEmbedding(nnx.Module):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,9 @@ from axonn_jax.tensor.collectives import (
     scatter_sequence,
 )
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.embedding import Embedding
-from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
+from axonn_jax.tensor.matmul import matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 from axonn_jax.tensor.weight_gather import GatheredWeight, gather_weight
-
-Module = TypeVar("Module", bound=nnx.Module)
 
 
 def swapped(axis: TensorAxis) -> TensorAxis:
@@ -40,16 +36,16 @@ def matmul_4d(
     x: jax.Array,
     kernel: jax.Array | GatheredWeight,
     in_axis: TensorAxis,
-    layouts: MatmulLayouts = PLAIN,
     comm: Comm = "all_reduce",
     *,
     turned: bool = False,
+    few: int = 0,
     adapter: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """`Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, columns over the other.
 
     Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
-    before it travels; it is held [n/Gout, k/Gin] if `turned`, where Gz is 1; `layouts` says how products are computed.
+    before it travels; it is held [n/Gout, k/Gin] if `turned`, where Gz is 1; `few` as for `matmul`.
     Collectives: forward all-gather of W over `z` and all-reduce of Y over `in_axis`; backward
     all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
     reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
@@ -61,7 +57,7 @@ def matmul_4d(
     w = gather_weight(kernel, x.dtype)
     x = mark_varying(x, (swapped(in_axis),))
 
-    y = over_rows(lambda rows: matmul(rows, w, layouts, turned=turned), x)
+    y = over_rows(lambda rows: matmul(rows, w, turned=turned, few=few), x)
     y = y if adapter is None else y + adapter(x)
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
@@ -97,9 +93,10 @@ class Linear(nnx.Module):
     ):
         self.in_axis: TensorAxis = in_axis
         self.comm: Comm = comm
-        self.layouts = PLAIN
         self.turned = False
         """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
+        self.few = 0
+        """Tokens up to which the transposed product is computed, as there."""
         self.regather = False
         """True if the backward pass gathers a split sequence again instead of keeping the gathered one."""
         self.adapter: Callable[..., jax.Array] | None = None
@@ -125,9 +122,8 @@ class Linear(nnx.Module):
         self, x: jax.Array, kernel: jax.Array | GatheredWeight, key: DropoutKey | None = None
     ) -> jax.Array:
         """Apply the layer to a gathered input, with `kernel` in place of the layer's own."""
-        how = (self.in_axis, self.layouts, self.comm)
         adapter = None if self.adapter is None else partial(self.adapter, key=key)
-        y = matmul_4d(x, kernel, *how, turned=self.turned, adapter=adapter)
+        y = matmul_4d(x, kernel, self.in_axis, self.comm, turned=self.turned, few=self.few, adapter=adapter)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 
@@ -176,11 +172,3 @@ def regather_residual(module: nnx.Module) -> None:
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, Linear):
             layer.regather = True
-
-
-def with_layouts(model: Module, layouts: MatmulLayouts) -> Module:
-    """Return the model itself, whose layers now multiply by their own weights as `layouts` says."""
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear | Embedding):
-            module.layouts = layouts
-    return model

@@ -15,7 +15,7 @@ from axonn_jax import compat
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import loss_chunk
-from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
+from axonn_jax.tensor.matmul import matmul
 
 VOCAB_AXIS = "y"
 
@@ -26,7 +26,6 @@ class Projection(NamedTuple):
     weight: jax.Array
     """[hidden/Gx, vocab/Gy], or where `turned` (a tied table) [vocab/Gy, hidden/Gx]."""
     turned: bool = False
-    layouts: MatmulLayouts = PLAIN
     used: int | None = None
     """Entries of the vocabulary, where the weight has more; further entries have a logit of minus infinity."""
     cap: float = 0.0
@@ -106,7 +105,7 @@ def _logits(rows: jax.Array, projection: Projection) -> jax.Array:
 
 def _products(rows: jax.Array, projection: Projection) -> jax.Array:
     """Logits before their cap, also of entries beyond the vocabulary."""
-    partial_sums = matmul(rows, projection.weight, projection.layouts, turned=projection.turned)
+    partial_sums = matmul(rows, projection.weight, turned=projection.turned)
     return all_reduce(partial_sums, FEATURE_AXIS)
 
 

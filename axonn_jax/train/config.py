@@ -14,7 +14,6 @@ from axonn_jax.options import (
     Count,
     CountOrZero,
     Decay,
-    MatmulChoice,
     NotNegative,
     Offload,
     Optimizer,
@@ -193,9 +192,6 @@ class TensorConfig(Settings):
     """Compile one layer as the body of a loop over all layers, so that compile time does not grow with depth; no:
     unrolled layers. auto: yes from 32 layers on, or on CPU with memory.activations other than none, unless the package
     orders the computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
-    matmul_layouts: MatmulChoice = "off"
-    """Transposition of matmul operands where measured faster, which changes the rounding of sums. off; auto: stored
-    measurements of this kind of device; measure: also unknown shapes, at the start, up to 20 s."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from axonn_jax.train.config import Config
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 
+GONE: Mapping[str, object] = {"tensor.matmul_layouts": "off"}
+"""Keys that are no keys any more, with the value that did nothing: files of earlier runs have it."""
+
 
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
@@ -114,6 +117,8 @@ def loads(
         raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     for dotted, value in (*_entries(raw), *flags):
+        if dotted in GONE and GONE[dotted] == value:
+            continue
         table, key = _known(dotted, value)
         checked[table][key] = typed(tables()[table][key], value, dotted)
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):

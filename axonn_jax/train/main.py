@@ -27,12 +27,10 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
-from axonn_jax.tensor.linear import with_layouts
 from axonn_jax.terminal import last_flush, say
 from axonn_jax.train.config import LOCK, Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.loop import Run
-from axonn_jax.train.matmul_layouts import choose_layouts
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer
@@ -60,8 +58,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     data = Manifest.load(config.data.path)
     if config.data.verify:
         verify_data(config.data.path, sync)
-    layouts, lines = choose_layouts(config, shape, comm, sync)
-    lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
+    lines = [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
     lines += _epochs(data, shape.seq_len, config.train)
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
@@ -81,8 +78,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     make = model_of(config, comm=comm, packed=data.packed)
 
     def model() -> Transformer:
-        made = with_layouts(make(), layouts)
-        return with_adapters(made, config.lora, config.train.seed) if config.lora.adapts else made
+        return with_adapters(make(), config.lora, config.train.seed) if config.lora.adapts else make()
 
     trainer = Trainer(
         model,

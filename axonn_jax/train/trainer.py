@@ -74,7 +74,7 @@ class Trainer:
         seed: Seed of dropout.
         memory: Table [memory] of a config file (`axonn-jax train --help`). For a model given as a module,
             `sequence_parallel` is the one it was made with.
-        tensor: Table [tensor]; for a module, `residual_comm` and `matmul_layouts` are those it was made with.
+        tensor: Table [tensor]; for a module, `residual_comm` is the one it was made with.
         pipeline: Table [pipeline], used where the grid's `pipe` is above 1.
         prune: Table [prune]; with `loss` of the kernels of all layers that can be split.
 

@@ -1,4 +1,4 @@
-"""A benchmark worker that trains with axonn_jax: `worker_jax.py [data rank port] [--weights FILE] [--layouts]`."""
+"""A benchmark worker that trains with axonn_jax: `worker_jax.py [data rank port] [--weights FILE]`."""
 
 import sys
 
@@ -8,20 +8,8 @@ from flax import nnx
 from workers import Task, pin, serve
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.tensor.linear import with_layouts
-from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts
-from axonn_jax.train.matmul_layouts import local_products, measure
 
 pin()
-
-
-def measured(shape: ax.models.ModelShape, tokens: int) -> MatmulLayouts:
-    """The layouts of a run with tensor.matmul_layouts = "measure"."""
-    import jax
-
-    measured_here = measure(local_products(shape, GridShape(), tokens, "float32"), jax.local_devices()[0])
-    return MatmulLayouts.of_forms({each.product: each.best for each in measured_here})
 
 
 def main() -> None:
@@ -36,8 +24,7 @@ def main() -> None:
     shape = ax.models.ModelShape(
         task.layers, task.hidden, task.heads, task.heads, 4 * task.hidden, task.vocab, task.seq_len
     )
-    layouts = measured(shape, task.microbatch * task.seq_len) if "--layouts" in arguments else PLAIN
-    model = with_layouts(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), layouts)
+    model = ax.models.Transformer(shape, rngs=nnx.Rngs(0))
     optimizer = optax.adamw(3e-4, 0.9, 0.95, weight_decay=0.1)
     precise = ax.MemoryConfig(precision="fp32")
     trainer = ax.Trainer(model, optimizer, grid, microbatches=task.microbatches // data, memory=precise)

@@ -125,8 +125,8 @@ def test_loss_and_gradients_are_the_plain_ones(name, axes):
         got = _gradients(sharded, placed, grid.shard_batch(batches()))
     _assert_same(got, _gradients(loss, params, batches()))
     assert jax.tree.structure(placed) == jax.tree.structure(params)
-    for value, gradient, in_layer in zip(*map(jax.tree.leaves, (placed, got[1], sharded.in_layers)), strict=True):
-        assert not in_layer or gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+    for value, gradient, leaf in zip(*map(jax.tree.leaves, (placed, got[1], sharded.layouts)), strict=True):
+        assert not leaf.in_layer or gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
     report = ax.sharding_report(sharded)
     whole = {entry.path for entry in report.entries if not entry.plan.sharded}
     assert whole == ({"params.Conv_0", "params.GroupNorm_0"} if name == "conv" else set())
@@ -299,7 +299,8 @@ def test_a_table_that_a_product_reads_too_is_gathered_over_z():
         return jnp.mean(jnp.square(model.apply(params, ids))) + 1e-3 * squares
 
     sharded, placed = ax.parallelize_linen(loss, params, grid, ids)
-    assert sharded.shared == jax.tree.map_with_path(lambda path, _: path[-1].key == "embedding", params)
+    shared = jax.tree.map(lambda leaf: leaf.shared, sharded.layouts)
+    assert shared == jax.tree.map_with_path(lambda path, _: path[-1].key == "embedding", params)
     assert "sharding_constraint" in str(jax.make_jaxpr(sharded)(placed, ids))
     got = _gradients(sharded, placed, grid.shard_batch(ids))
     _assert_same(got, _gradients(loss, params, ids))

@@ -63,8 +63,15 @@ class ListScheduler:
                 reduced[i] = any(_over_replicas(eqns[j]) or reduced[j] for j in self.after[i])
                 self.urgent[i] = self.urgent[i] or reduced[i]
 
-    def run(self) -> "OpOrder":
+        self.sequence: list[int] = []
         """The order in which everything has run at the end of virtual time."""
+        self.windows: list[Window] = []
+        """The matmuls beside each collective."""
+        self.yields: dict[int, list[int]] = {}
+        """Small collectives before which large ones do not start."""
+        self._run()
+
+    def _run(self) -> None:
         missing = [len(sources) for sources in self.before]
         now = 0.0
         matmuls_run = 0
@@ -74,11 +81,8 @@ class ListScheduler:
         started: set[int] = set()
         under_way: list[tuple[float, Window]] = []
         sinces: dict[int, int] = {}
-        windows: list[Window] = []
         over_last: list[Window] = []  # those that no matmul has followed yet
-        sequence: list[int] = []
         done: set[int] = set()
-        yields: dict[int, list[int]] = {}
         yielding: dict[int, list[int]] = {}  # collectives that start after a small one
 
         def arrive(i: int, since: int) -> None:
@@ -90,11 +94,11 @@ class ListScheduler:
                 return
             if (
                 self.yield_links
-                and i not in yields
+                and i not in self.yields
                 and not self.small(i)
                 and (first := self._next_small(over_last, done))
             ):
-                yields[i] = first
+                self.yields[i] = first
                 missing[i] = len(first)
                 for j in first:
                     yielding.setdefault(j, []).append(i)
@@ -102,10 +106,10 @@ class ListScheduler:
             lane = self.links[i]
             begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
             lanes[lane] = max(lanes.get(lane, 0.0), begin + self.seconds[i])
-            sequence.append(i)
-            windows.append(Window(i))
+            self.sequence.append(i)
+            self.windows.append(Window(i))
             slack = _SLACK if self.eqns[i].primitive.name == "reduce_scatter" else 1.0
-            under_way.append((begin + slack * self.seconds[i], windows[-1]))
+            under_way.append((begin + slack * self.seconds[i], self.windows[-1]))
 
         def release(i: int, since: int) -> None:
             done.add(i)
@@ -149,9 +153,8 @@ class ListScheduler:
                 for _, window in under_way:
                     window.overlapping = i
             now += self.seconds[i]
-            sequence.append(i)
+            self.sequence.append(i)
             release(i, matmuls_run if i in self.matmul else since)
-        return OpOrder(sequence, windows, self, yields)
 
     def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
         """Small collectives that follow arrived results with only elementwise work in between.
@@ -188,17 +191,6 @@ class ListScheduler:
     def small(self, i: int) -> bool:
         """True if a collective is a matter of latency, as a norm's sums are."""
         return self.seconds[i] < 2 * H100.latency_s
-
-
-@dataclass
-class OpOrder:
-    """Order of a program: positions of equations, and the matmuls beside each collective."""
-
-    sequence: list[int]
-    windows: list[Window]
-    scheduler: ListScheduler
-    yields: dict[int, list[int]]
-    """Small collectives before which large ones do not start."""
 
 
 def _over_replicas(eqn: JaxprEqn) -> bool:

@@ -17,7 +17,7 @@ from axonn_jax.backend.repairs import after
 from axonn_jax.compat import ClosedJaxpr
 from axonn_jax.grid import MESH_AXES
 from axonn_jax.tensor.collectives import axis_size
-from axonn_jax.tensor.overlap.list_scheduler import ListScheduler, OpOrder
+from axonn_jax.tensor.overlap.list_scheduler import ListScheduler
 from axonn_jax.tensor.overlap.op_cost import OpTimes, aval_of, is_collective
 
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
@@ -47,7 +47,7 @@ def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
     eqns, outvars = _flat(closed.jaxpr, costs)
     if not any(map(is_collective, eqns)):
         return closed
-    return _with_ties(closed, eqns, outvars, ListScheduler(eqns, costs, _recomputes(closed.jaxpr)).run())
+    return _with_ties(closed, outvars, ListScheduler(eqns, costs, _recomputes(closed.jaxpr)))
 
 
 def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
@@ -102,7 +102,7 @@ def _with_ordered_body(eqn: JaxprEqn, costs: OpTimes) -> JaxprEqn:
     if not any(map(is_collective, eqns)):
         return eqn
     scheduler = ListScheduler(eqns, costs, _recomputes(body.jaxpr))
-    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, scheduler.run())})
+    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, outvars, scheduler)})
 
 
 def _like(v: Any) -> Var:
@@ -121,13 +121,13 @@ def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
     return apart
 
 
-def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], reorder: OpOrder) -> ClosedJaxpr:
+def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListScheduler) -> ClosedJaxpr:
     """Write the order into the program.
 
     A matmul comes after the one before it, and users of a collective's result come after the last matmul that ran
     beside the collective.
     """
-    scheduler, tie = reorder.scheduler, _ties()
+    eqns, tie = scheduler.eqns, _ties()
     ancestors: dict[int, int] = {}  # bit sets
     out: list[JaxprEqn] = []
     names: dict[Var, Any] = {}
@@ -139,16 +139,16 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
     last: int | None = None
     delayed: dict[int, list[int]] = {}  # collectives whose users wait for a matmul beside them, by that matmul
     awaited: dict[int, list[int]] = {}  # collectives without a user before the end, by the matmul that waits for them
-    for window in reorder.windows:
+    for window in scheduler.windows:
         if window.overlapping is None:
             continue
         delayed.setdefault(window.overlapping, []).append(window.collective)
         if window.next is not None and not scheduler.small(window.collective):
             awaited.setdefault(window.next, []).append(window.collective)
-    for i in reorder.sequence:
+    for i in scheduler.sequence:
         eqn = eqns[i]
         seen = 0
-        first = reorder.yields.get(i, ())
+        first = scheduler.yields.get(i, ())
         for source in (*scheduler.before[i], *first):
             seen |= ancestors[source] | (1 << source)
         invars = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]

@@ -18,7 +18,7 @@ from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, whole
-from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
+from axonn_jax.tensor.parallelize.propagate import plan_of, plans_by_flow, plans_by_order
 from axonn_jax.tensor.params import copied
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -77,23 +77,22 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
     members = modules(model)
     layers = {path: module for path, module in members.items() if base_of(type(module)) is not None}
     chosen = choose_overrides(overrides, layers)
-    chooser = Chooser(grid.mesh)
     known: dict[str, LayerPlan] = {}
     if call is not None:
         probe = nnx.clone(model)
         by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
-        known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
+        known = plans_by_flow(grid.mesh, probe, _same(probe, layers), chosen, call)
     strange = {
         path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
         for path, layer in layers.items()
         if own_call(type(layer)) and not (wraps(type(layer)) if call is None else path in known)
     }
-    plans = plans_by_order(chooser, layers.items(), chosen, known | strange)
+    plans = plans_by_order(grid.mesh, layers.items(), chosen, known | strange)
     if call is not None:
         plans |= {path: replace(plan, calls=()) for path, plan in plans.items() if path not in known}
     for path, module in members.items():
         if path not in plans and own_variables(module):
-            plans[path] = chooser.plan(module, None, None)
+            plans[path] = plan_of(grid.mesh, module, None, None)
     return _apply(model, _spread(plans, members, chosen, grid.mesh), grid.mesh)
 
 

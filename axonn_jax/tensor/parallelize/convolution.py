@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.jaxprs import bodies, equations
+from axonn_jax.backend.jaxprs import bodies, equations, follow
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import mark_varying
@@ -58,28 +58,27 @@ def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
     Manual regions and equations named `layer...` are skipped.
     """
     rows = size_over(mesh, BATCH_AXES)
-    if rows > 1 and mesh.size > rows:
-        _check(jaxpr, set(jaxpr.invars), layer)
+    if rows == 1 or mesh.size == rows:
+        return
 
-
-def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
-    """`computed` are the variables that depend on the inputs, at first the jaxpr's own inputs."""
-    for eqn in jaxpr.eqns:
-        inputs = [not hasattr(var, "val") and var in computed for var in eqn.invars]
+    def through(eqn: Any, computed: list[bool]) -> list[bool]:
+        """Of each result, whether it depends on the inputs."""
         by_hand = eqn.primitive.name == "shard_map" or str(eqn.params.get("name", "")).startswith(layer)
-        if not any(inputs) or by_hand:
-            continue
-        computed.update(eqn.outvars)
+        if not any(computed) or by_hand:
+            return [False] * len(eqn.outvars)
         for inner in bodies(eqn):
-            known = zip(inner.invars, inputs, strict=True) if len(inner.invars) == len(inputs) else None
-            _check(inner, {var for var, is_input in known if is_input} if known else set(inner.invars), layer)
+            same = len(inner.invars) == len(computed)
+            follow(inner, computed if same else [True] * len(inner.invars), False, through)
         groups = eqn.params.get("feature_group_count", 1)
-        if eqn.primitive.name == "conv_general_dilated" and groups > 1 and inputs[1]:
+        if eqn.primitive.name == "conv_general_dilated" and groups > 1 and computed[1]:
             raise UserError(
                 "model", f"a jax.lax convolution of {groups} groups",
                 "an nnx.Conv in its place (or none on a grid with x or y beside data or z): XLA, which partitions "
                 "the code between layers, computes a wrong kernel gradient",
             )  # fmt: skip
+        return [True] * len(eqn.outvars)
+
+    follow(jaxpr, [True] * len(jaxpr.invars), False, through)
 
 
 def convolves(jaxpr: Any) -> bool:

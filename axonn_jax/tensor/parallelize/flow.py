@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.backend.jaxprs import bodies
+from axonn_jax.backend.jaxprs import bodies, follow, same_body
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit
 
 MARK = "axonn_layer"
@@ -57,26 +57,14 @@ def marked(eqn: Any) -> Marked | None:
     return Marked(int(number), method, tuple(int(size) for size in sizes.split(",") if size))
 
 
-def _inner(eqn: Any) -> Any | None:
-    """The body of an equation (jit, remat, scan, a custom derivative) that takes and gives the same values."""
-    sizes = (len(eqn.invars), len(eqn.outvars))
-    return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
-
-
 def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer) -> list[Activation]:
     """Carry layouts through a jaxpr's equations, from inputs to outputs."""
-    known: dict[Any, Activation] = dict(zip(jaxpr.invars, activations, strict=True))
 
-    def of(var: Any) -> Activation:
-        # A literal has a value and is not hashable.
-        return Activation() if hasattr(var, "val") else known.get(var, Activation())
-
-    for eqn in jaxpr.eqns:
-        arrive = [of(var) for var in eqn.invars]
+    def through(eqn: Any, arrive: list[Activation]) -> list[Activation]:
         split = next((each.split for each in arrive if each.split is not None), None)
         trained = any(each.trained for each in arrive) and eqn.primitive.name != "stop_gradient"
         leave = [Activation(split, trained)] * len(eqn.outvars)
-        layer, inner = marked(eqn), _inner(eqn)
+        layer, inner = marked(eqn), same_body(eqn)
         if layer is not None:
             if eqn.outvars:  # else nothing uses the result
                 out_size = math.prod(eqn.outvars[0].aval.shape)
@@ -87,10 +75,14 @@ def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer)
         elif eqn.primitive.name == "cond":  # branches give values of one shape
             each = [follow_layouts(branch, arrive[1:], at_layer) for branch in bodies(eqn)]
             leave = [Activation(one[-1].split, any(a.trained for a in one)) for one in zip(*each, strict=True)]
-        for var, activation in zip(eqn.outvars, leave, strict=True):
-            is_float = hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
-            known[var] = activation if is_float else Activation(activation.split)
-    return [of(var) for var in jaxpr.outvars]
+        pairs = zip(eqn.outvars, leave, strict=True)
+        return [activation if _has_gradient(var) else Activation(activation.split) for var, activation in pairs]
+
+    return follow(jaxpr, activations, Activation(), through)
+
+
+def _has_gradient(var: Any) -> bool:
+    return hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _carried(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]:
@@ -127,35 +119,24 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
 
     Followed are transposes, a scan over a stack, indexing into one, and what keeps a value's dims (casts, scaling).
     """
-    known: dict[Any, Origin | None] = dict(zip(jaxpr.invars, arrive, strict=True))
 
-    def of(var: Any) -> Origin | None:
-        return None if hasattr(var, "val") else known.get(var)  # a literal has a value and is not hashable
-
-    for eqn in jaxpr.eqns:
-        inputs = [of(var) for var in eqn.invars]
+    def through(eqn: Any, inputs: Origins) -> Origins:
         at(eqn, inputs)
-        known.update(zip(eqn.outvars, _results(eqn, inputs, at), strict=True))
-    return [of(var) for var in jaxpr.outvars]
+        inner = same_body(eqn)
+        first = next(((each, var) for each, var in zip(inputs, eqn.invars, strict=True) if each is not None), None)
+        if eqn.primitive.name == "scan" and inner is not None:
+            count, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
+            find_origins(inner, inputs[:count] + [_at_one_place(each, length) for each in inputs[count:]], at)
+        elif eqn.primitive.name == "cond":
+            for branch in bodies(eqn):
+                find_origins(branch, inputs[1:], at)
+        elif inner is not None:
+            return find_origins(inner, inputs, at)
+        elif first is not None:
+            return [_through(eqn, *first, var.aval.shape) for var in eqn.outvars]
+        return [None] * len(eqn.outvars)
 
-
-def _results(eqn: Any, inputs: Origins, at: Callable[[Any, Origins], None]) -> Origins:
-    nothing: Origins = [None] * len(eqn.outvars)
-    inner = _inner(eqn)
-    if eqn.primitive.name == "scan" and inner is not None:
-        first, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
-        find_origins(inner, inputs[:first] + [_at_one_place(each, length) for each in inputs[first:]], at)
-        return nothing
-    if eqn.primitive.name == "cond":
-        for branch in bodies(eqn):
-            find_origins(branch, inputs[1:], at)
-        return nothing
-    if inner is not None:
-        return find_origins(inner, inputs, at)
-    first = next(((each, var) for each, var in zip(inputs, eqn.invars, strict=True) if each is not None), None)
-    if first is None:
-        return nothing
-    return [_through(eqn, *first, var.aval.shape) for var in eqn.outvars]
+    return follow(jaxpr, arrive, None, through)
 
 
 def _at_one_place(origin: Origin | None, length: int) -> Origin | None:
@@ -184,26 +165,24 @@ def inputs_of_products(jaxpr: Any, arrive: list[frozenset[int]], read: set[int])
 
     `arrive` has for each variable the inputs that it is made of, the result for each output.
     """
-    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, arrive, strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [frozenset() if hasattr(var, "val") else known.get(var, frozenset()) for var in eqn.invars]
-        every, inner, made = frozenset().union(*inputs), _inner(eqn), [frozenset[int]()] * len(eqn.outvars)
+    nothing = frozenset[int]()
+
+    def through(eqn: Any, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
+        every, inner, inside = nothing.union(*inputs), same_body(eqn), list(bodies(eqn))
         if not every or marked(eqn) is not None or eqn.primitive.name == "shard_map":
-            pass
-        elif eqn.primitive.name in _PRODUCTS:
-            read |= every
-        elif inner is not None:
-            made = inputs_of_products(inner, inputs, read)
-        elif bodies_of := list(bodies(eqn)):  # branches, or a loop
-            for body in bodies_of:
-                inputs_of_products(body, [every] * len(body.invars), read)
-            made = [every] * len(eqn.outvars)
-        else:  # a result that is smaller, but for a part, is a sum or the like
-            parts = eqn.primitive.name in _PARTS
-            each = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
-            made = [
-                frozenset().union(*(used for used, size in each if parts or size <= out.aval.size))
-                for out in eqn.outvars
-            ]
-        known.update(zip(eqn.outvars, made, strict=True))
-    return [frozenset() if hasattr(var, "val") else known.get(var, frozenset()) for var in jaxpr.outvars]
+            return [nothing] * len(eqn.outvars)
+        if eqn.primitive.name in _PRODUCTS:
+            read.update(every)
+            return [nothing] * len(eqn.outvars)
+        if inner is not None:
+            return inputs_of_products(inner, inputs, read)
+        for body in inside:  # branches, or a loop
+            inputs_of_products(body, [every] * len(body.invars), read)
+        if inside:
+            return [every] * len(eqn.outvars)
+        # A result that is smaller, but for a part, is a sum or the like.
+        parts = eqn.primitive.name in _PARTS
+        each = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
+        return [nothing.union(*(used for used, size in each if parts or size <= out.aval.size)) for out in eqn.outvars]
+
+    return follow(jaxpr, arrive, nothing, through)

@@ -3,12 +3,11 @@
 import inspect
 from dataclasses import dataclass, replace
 from math import prod
+from string import ascii_lowercase
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
-
-from axonn_jax.tensor.parallelize.layouts import Dims
 
 BASES: tuple[type[nnx.Module], ...] = (
     nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LayerNorm, nnx.RMSNorm,
@@ -99,21 +98,20 @@ class Kernel:
         """The parameters that every such layer has."""
         return (self.name,)
 
-    def dims(self, side_in: Side | None, side_out: Side | None) -> Dims:
-        """The dims of activations for the sides chosen."""
-        x = (side_in or self.ins[0]).activation
-        y = (side_out or self.outs[0]).activation
-        return Dims(x, y, self.bias or (), self.rows, self.rank)
-
 
 @dataclass(frozen=True)
 class Norm:
     """Norm over the last dim; each parameter has the length of the features."""
 
-    features: int
+    size: int
     names: tuple[str, ...]
     stack: tuple[int, ...] = ()
     """Sizes of the dims that `nnx.vmap` put in front of every parameter's own."""
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Elements a row of the input and of the output has."""
+        return self.size, self.size
 
 
 Described = TypeVar("Described", Kernel, Norm)
@@ -152,9 +150,7 @@ def _computes(variable: nnx.Variable[Any]) -> bool:
 
 def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
     if base is nnx.Linear:
-        shape = (layer.in_features, layer.out_features)
-        ins, outs = Side(0, -1, layer.in_features), Side(1, -1, layer.out_features)
-        return _stack(layer, Kernel("kernel", shape, (ins,), (outs,), shape, (-1,)))
+        return _contraction(layer, "...a,ab->...b", (layer.in_features, layer.out_features))
     if base is nnx.LinearGeneral:
         return _linear_general(layer)
     if base is nnx.Einsum:
@@ -166,7 +162,7 @@ def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
 
 def _stack(layer: Any, described: Described) -> Described | str:
     """Return the layer as described, with the dims that `nnx.vmap` put in front of every parameter's own."""
-    entry: tuple[int, ...] = (described.features,) if isinstance(described, Norm) else described.shape
+    entry: tuple[int, ...] = (described.size,) if isinstance(described, Norm) else described.shape
     shapes = {name: tuple(getattr(layer, name).shape) for name in described.names}
     first = next(iter(shapes.values()), entry)
     lead: tuple[int, ...] = first[: len(first) - len(entry)]
@@ -186,42 +182,43 @@ def _linear_general(layer: Any) -> Kernel | str:
     if layer.batch_axis:
         return "batch_axis gives every batch entry a kernel of its own"
     n_in, n_out = len(layer.in_features), len(layer.out_features)
-    shape = (*layer.in_features, *layer.out_features)
     if any(axis >= 0 for axis in layer.axis) or sorted(layer.axis) != list(range(-n_in, 0)):
         return f"axis={layer.axis} is not the input's last dims, counted from the end"
-    ins = [Side(i, axis, layer.in_features[i]) for i, axis in enumerate(layer.axis)]
-    outs = [Side(n_in + i, i - n_out, layer.out_features[i]) for i in range(n_out)]
-    bias = tuple(range(-n_out, 0))
-    features = (prod(layer.in_features), prod(layer.out_features))
-    sides = _not_heads_size(ins), _not_heads_size(outs)
-    return _stack(layer, Kernel("kernel", shape, *sides, features, bias, rank=n_out - n_in))
+    ins, outs = ascii_lowercase[:n_in], ascii_lowercase[n_in : n_in + n_out]
+    x = "".join(label for _, label in sorted(zip(layer.axis, ins, strict=True)))
+    return _contraction(layer, f"...{x},{ins}{outs}->...{outs}", (*layer.in_features, *layer.out_features))
 
 
 def _einsum(layer: Any) -> Kernel | str:
     if layer.einsum_str is None:
         return "its einsum string is given at the call only"
-    operands, result = layer.einsum_str.split("->")
+    return _contraction(layer, layer.einsum_str, tuple(layer.kernel_shape))
+
+
+def _contraction(layer: Any, string: str, shape: tuple[int, ...]) -> Kernel | str:
+    """Return the kernel of a layer that computes an einsum of its input and the kernel."""
+    operands, result = string.split("->")
     x, kernel = operands.split(",")
-    if "..." in kernel or len(kernel) != len(layer.kernel_shape):
-        return f"the kernel's dims in {layer.einsum_str!r} are not all named"
+    if "..." in kernel or len(kernel) != len(shape):
+        return f"the kernel's dims in {string!r} are not all named"
     if any(label in x and label in result for label in kernel):
-        return f"{layer.einsum_str!r} has an index in input, kernel and result"
-    size = dict(zip(kernel, layer.kernel_shape, strict=True))
+        return f"{string!r} has an index in input, kernel and result"
+    size = dict(zip(kernel, shape, strict=True))
     ins = [Side(i, _position(x, label), size[label]) for i, label in enumerate(kernel) if label in x]
     outs = [Side(i, _position(result, label), size[label]) for i, label in enumerate(kernel) if label in result]
     if not ins or not outs:
-        return f"{layer.einsum_str!r} does not contract the input with the kernel"
+        return f"{string!r} does not contract the input with the kernel"
     biased = [label for label in result if label in kernel]
-    if layer.bias is not None and tuple(layer.bias_shape) != tuple(size[label] for label in biased):
-        return f"its bias {layer.bias_shape} does not have the result's kernel dims"
-    bias = tuple(_position(result, label) for label in biased)
+    given = layer.bias_shape if isinstance(layer, nnx.Einsum) and layer.bias is not None else None
+    if given is not None and tuple(given) != tuple(size[label] for label in biased):
+        return f"its bias {given} does not have the result's kernel dims"
     rows: tuple[int, int] | None = None
     if x[0] == "." == result[0]:
         rows = (0, 0)
     elif x[0] != "." and x[0] not in kernel and x[0] in result and _position(result, x[0]) >= 0:
         rows = (0, _position(result, x[0]))
+    bias = tuple(_position(result, label) for label in biased)
     rank = len(result.replace(".", "")) - len(x.replace(".", ""))
-    shape = tuple(layer.kernel_shape)
     features = (prod(side.size for side in ins), prod(side.size for side in outs))
     sides = _not_heads_size(ins), _not_heads_size(outs)
     return _stack(layer, Kernel("kernel", shape, *sides, features, bias, rows, rank))

@@ -13,7 +13,7 @@ from axonn_jax.backend.repairs import over_rows
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
-from axonn_jax.tensor.parallelize.kinds import in_place_of_base
+from axonn_jax.tensor.parallelize.kinds import Kernel, in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, own_params, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import gather_weight
@@ -79,9 +79,7 @@ def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dt
     return gather_weight(mark_varying(kernel, plan.replica_axes), dtype, dim=plan.z_dim)
 
 
-def contract(
-    layer: Any, plan: LayerPlan, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array], **replaced: Any
-) -> jax.Array:
+def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array], **replaced: Any) -> jax.Array:
     """A layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
 
     `flax_call(stand_in, x)` is the layer's own Flax code, run on local shards with all options but the `replaced` ones.
@@ -89,212 +87,158 @@ def contract(
     forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward all-gather of W over `z` again,
     all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce over `data` of the local part.
     """
-    dims = plan.dims
+    plan: LayerPlan = layer.axonn_plan
+    kernel, side_in, side_out = plan.of, *plan.sides
+    assert isinstance(kernel, Kernel)
 
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-        kernel, bias = params["kernel"], params["bias"]
+        weight, bias = params["kernel"], params["bias"]
         if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
-            kernel = mark_varying(kernel, plan.row_axes if plan.z_dim is None else plan.replica_axes)
+            weight = mark_varying(weight, plan.row_axes if plan.z_dim is None else plan.replica_axes)
             bias = None if bias is None else mark_varying(bias, plan.row_axes)
-        x, cast, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
-        kernel = gather_kernel(plan, kernel, split, cast.dtype)
+        x, cast, bias = layer.promote_dtype((x, weight, bias), dtype=layer.dtype)
+        weight = gather_kernel(plan, weight, split, cast.dtype)
         if plan.out_axis is not None:
             x = mark_varying(x, (plan.out_axis,))
-        y = flax_call(LocalLayer(layer, kernel=kernel, bias=None, use_bias=False, **replaced), x)
+        y = flax_call(LocalLayer(layer, kernel=weight, bias=None, use_bias=False, **replaced), x)
         y = y if plan.in_axis in (None, plan.out_axis) else all_reduce(y, plan.in_axis)
         if bias is None:
             return y
         shape = [1] * y.ndim
-        for size, dim in zip(bias.shape, dims.bias, strict=True):
+        for size, dim in zip(bias.shape, kernel.bias or (), strict=True):
             shape[dim] = size
         return y + bias.reshape(shape)
 
-    y_spec = spec_of(x.ndim + dims.rank, (dims.y, plan.out_axis))
-    params = own_params(layer, ("kernel", "bias"))
-    return in_region(plan, local, x, params, x_feature=(dims.x, plan.in_axis), y_spec=y_spec, rows=dims.rows)
+    y_spec = spec_of(x.ndim + kernel.rank, (side_out.activation, plan.out_axis))
+    params, feature = own_params(layer, ("kernel", "bias")), (side_in.activation, plan.in_axis)
+    return in_region(plan, local, x, params, x_feature=feature, y_spec=y_spec, rows=kernel.rows)
 
 
-class ShardedLinear(nnx.Linear):
-    """`nnx.Linear` by the 4D algorithm: [..., in] -> [..., out]; collectives as in `contract`."""
+def _linear(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """[..., in] -> [..., out]; `out_sharding` is ignored, the plan has the layout."""
 
-    axonn_plan: LayerPlan
-    kernel = OutsideRead()
+    def flat(layer: Any, x: jax.Array) -> jax.Array:
+        return over_rows(lambda rows: nnx.Linear.__call__(layer, rows), x)
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
-
-        def flat(layer: Any, x: jax.Array) -> jax.Array:
-            return over_rows(lambda rows: nnx.Linear.__call__(layer, rows), x)
-
-        return contract(self, self.axonn_plan, inputs, flat)
+    return contract(layer, inputs, flat)
 
 
-class ShardedLinearGeneral(nnx.LinearGeneral):
-    """`nnx.LinearGeneral` by the 4D algorithm, heads or the like split; collectives as in `contract`."""
-
-    axonn_plan: LayerPlan
-    kernel = OutsideRead()
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
-        return contract(self, self.axonn_plan, inputs, nnx.LinearGeneral.__call__)
+def _linear_general(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Split heads or the like."""
+    return contract(layer, inputs, nnx.LinearGeneral.__call__)
 
 
-class ShardedEinsum(nnx.Einsum):
-    """`nnx.Einsum` by the 4D algorithm; collectives as in `contract`."""
-
-    axonn_plan: LayerPlan
-    kernel = OutsideRead()
-
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
-        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
-        if einsum_str is not None:  # the plan is for the constructor's string; Flax raises an error
-            return super().__call__(inputs, einsum_str)
-        return contract(self, self.axonn_plan, inputs, nnx.Einsum.__call__)
+def _einsum(layer: Any, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
+    if einsum_str is not None:  # the plan is for the constructor's string; Flax raises an error
+        return nnx.Einsum.__call__(layer, inputs, einsum_str)
+    return contract(layer, inputs, nnx.Einsum.__call__)
 
 
-class ShardedConv(nnx.Conv):
-    """`nnx.Conv` with channels split as features are, or whole groups of them, space whole; as in `contract`."""
-
-    axonn_plan: LayerPlan
-    kernel = OutsideRead()
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Convolve as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
-        plan = self.axonn_plan
-        if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
-            return ShardedConv.__call__(self, inputs[None])[0]
-        if self.feature_group_count == 1:
-            return contract(self, plan, inputs, nnx.Conv.__call__)
-        parts = plan.size(plan.in_axis)
-        groups, features = self.feature_group_count // parts, self.in_features // parts
-        return contract(self, plan, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features)
+def _conv(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Split channels as features, or whole groups of them; space stays whole."""
+    if inputs.ndim < len(layer.kernel_size) + 2:  # one example without a batch dim
+        return _conv(layer, inputs[None])[0]
+    if layer.feature_group_count == 1:
+        return contract(layer, inputs, nnx.Conv.__call__)
+    parts = layer.axonn_plan.size(layer.axonn_plan.in_axis)
+    groups, features = layer.feature_group_count // parts, layer.in_features // parts
+    return contract(layer, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features)
 
 
-class ShardedConvTranspose(nnx.ConvTranspose):
-    """`nnx.ConvTranspose` with channels split as features are, space whole; collectives as in `contract`."""
-
-    axonn_plan: LayerPlan
-    kernel = OutsideRead()
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Convolve as the Flax layer does, on local shards."""
-        if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
-            return ShardedConvTranspose.__call__(self, inputs[None])[0]
-        return contract(self, self.axonn_plan, inputs, nnx.ConvTranspose.__call__)
+def _conv_transpose(layer: Any, inputs: jax.Array) -> jax.Array:
+    """Split channels as features; space stays whole."""
+    if inputs.ndim < len(layer.kernel_size) + 2:  # one example without a batch dim
+        return _conv_transpose(layer, inputs[None])[0]
+    return contract(layer, inputs, nnx.ConvTranspose.__call__)
 
 
-class ShardedEmbed(nnx.Embed):
-    """`nnx.Embed` with the vocabulary over `in_axis` and `z`, features over `out_axis`."""
+def _embed(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Ids [rows, ...] -> [rows, ..., features]: the vocabulary over `in_axis` and `z`, features over `out_axis`.
 
-    axonn_plan: LayerPlan
-    embedding = OutsideRead()
+    Collectives: all-gather of the table over `z`, all-reduce of the result over `in_axis`; backward a
+    reduce-scatter of the table's gradient over `z`, an all-reduce over `data`. Ids of one dim are taken for
+    positions, which all rows share, and not split.
+    """
+    if not jnp.issubdtype(inputs.dtype, jnp.integer):
+        raise ValueError("Input type must be an integer or unsigned integer.")
+    plan, total = layer.axonn_plan, layer.num_embeddings
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Ids [rows, ...] -> [rows, ..., features].
+    def local(ids: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+        (cast,) = layer.promote_dtype((params["embedding"],), dtype=layer.dtype, inexact=False)
+        table = gather_kernel(plan, params["embedding"], split, cast.dtype)
+        ids = jnp.where(ids < 0, ids + total, ids)
+        rows = lookup(table, ids, plan.in_axis or "")
+        # As jnp.take: an id outside the table gives NaN, not a neighbour's row.
+        inside = (ids >= 0) & (ids < total)
+        return jnp.where(inside[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
 
-        Collectives: all-gather of the table over `z`, all-reduce of the result over `in_axis`; backward a
-        reduce-scatter of the table's gradient over `z`, an all-reduce over `data`. Ids of one dim are taken for
-        positions, which all rows share, and not split.
-        """
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ValueError("Input type must be an integer or unsigned integer.")
-        plan, total = self.axonn_plan, self.num_embeddings
-
-        def local(ids: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-            (cast,) = self.promote_dtype((params["embedding"],), dtype=self.dtype, inexact=False)
-            table = gather_kernel(plan, params["embedding"], split, cast.dtype)
-            ids = jnp.where(ids < 0, ids + total, ids)
-            rows = lookup(table, ids, plan.in_axis or "")
-            # As jnp.take: an id outside the table gives NaN, not a neighbour's row.
-            inside = (ids >= 0) & (ids < total)
-            return jnp.where(inside[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
-
-        ids = inputs.astype(jnp.int32)
-        y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
-        rows = (0, 0) if ids.ndim > 1 else None
-        params = own_params(self, ("embedding",))
-        return in_region(plan, local, ids, params, x_feature=None, y_spec=y_spec, rows=rows)
-
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
-
-        Collectives: those of `contract` with features over `out_axis` and the vocabulary over `in_axis`.
-        """
-        plan = self.axonn_plan
-
-        def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-            x, cast = self.promote_dtype((x, params["embedding"]), dtype=self.dtype)
-            table = gather_kernel(plan, params["embedding"], split, cast.dtype)
-            return tied_logits(table, x, plan.in_axis or "", plan.out_axis or "")
-
-        y_spec = spec_of(query.ndim, (-1, plan.in_axis))
-        params = own_params(self, ("embedding",))
-        return in_region(plan, local, query, params, x_feature=(-1, plan.out_axis), y_spec=y_spec)
+    ids = inputs.astype(jnp.int32)
+    y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
+    rows = (0, 0) if ids.ndim > 1 else None
+    return in_region(plan, local, ids, own_params(layer, ("embedding",)), x_feature=None, y_spec=y_spec, rows=rows)
 
 
-class ShardedLayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` over features split over `in_axis`; collectives as in `tensor.norm.layer_norm`."""
+def _attend(layer: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
 
-    axonn_plan: LayerPlan
-
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does, with a two-pass variance; XLA lays it out with a mask, or in 64 bits."""
-        if mask is not None or not _in_float32(self, x):
-            return super().__call__(x, mask=mask)
-        return _normed(self, x, layer_norm, ("scale", "bias"))
-
-
-class ShardedRMSNorm(nnx.RMSNorm):
-    """`nnx.RMSNorm` over features split over `in_axis`; collectives as in `tensor.norm.rms_norm`."""
-
-    axonn_plan: LayerPlan
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise as the Flax layer does; XLA lays it out with a mask, or in 64 bits."""
-        if mask is not None or not _in_float32(self, x):
-            return super().__call__(x, mask=mask)
-        return _normed(self, x, rms_norm, ("scale",))
-
-
-def _in_float32(layer: Any, x: jax.Array) -> bool:
-    """True if a norm's numbers are real and of at most 32 bits."""
-    held = [value for value in (x, layer.scale, getattr(layer, "bias", None)) if value is not None]
-    dtype = jnp.result_type(*(value.dtype for value in held))
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
-
-
-def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> jax.Array:
+    Collectives: those of `contract` with features over `out_axis` and the vocabulary over `in_axis`.
+    """
     plan = layer.axonn_plan
 
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-        x, *held = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
-        return norm(x, *map(_wide, held), layer.epsilon, plan.in_axis or "")
+        x, cast = layer.promote_dtype((x, params["embedding"]), dtype=layer.dtype)
+        table = gather_kernel(plan, params["embedding"], split, cast.dtype)
+        return tied_logits(table, x, plan.in_axis or "", plan.out_axis or "")
 
-    params = own_params(layer, names)
-    feature = (-1, plan.in_axis)
-    return in_region(plan, local, x, params, x_feature=feature, y_spec=spec_of(x.ndim, feature))
+    y_spec = spec_of(query.ndim, (-1, plan.in_axis))
+    params = own_params(layer, ("embedding",))
+    return in_region(plan, local, query, params, x_feature=(-1, plan.out_axis), y_spec=y_spec)
 
 
-def _wide(param: jax.Array | None) -> jax.Array | None:
-    """Norms compute in float32; strict dtype promotion needs explicit casts."""
-    return None if param is None else param.astype(jnp.float32)
+def _norm(base: Any, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> Callable[..., jax.Array]:
+    """Return the call of a norm over features split over `in_axis`, with a two-pass variance; collectives as `norm`'s.
+
+    XLA lays it out with a mask, or in 64 bits.
+    """
+
+    def call(layer: Any, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        plan, params = layer.axonn_plan, own_params(layer, names)
+        dtype = jnp.result_type(*(value.dtype for value in (x, *params.values()) if value is not None))
+        if mask is not None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+            return base.__call__(layer, x, mask=mask)  # type: ignore[no-any-return]
+
+        def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+            x, *held = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
+            # Norms compute in float32; strict dtype promotion needs explicit casts.
+            wide = (None if each is None else each.astype(jnp.float32) for each in held)
+            return norm(x, *wide, layer.epsilon, plan.in_axis or "")
+
+        feature = (-1, plan.in_axis)
+        return in_region(plan, local, x, params, x_feature=feature, y_spec=spec_of(x.ndim, feature))
+
+    return call
+
+
+def _form(base: type[nnx.Module], weight: str | None, **methods: Callable[..., jax.Array]) -> type[nnx.Module]:
+    """Return a type derived from a Flax layer, with methods in the layout of its plan."""
+    read = {} if weight is None else {weight: OutsideRead()}
+    return type(f"Sharded{base.__name__}", (base,), {"__module__": __name__, **read, **methods})
+
+
+SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
+    nnx.Linear: _form(nnx.Linear, "kernel", __call__=_linear),
+    nnx.LinearGeneral: _form(nnx.LinearGeneral, "kernel", __call__=_linear_general),
+    nnx.Einsum: _form(nnx.Einsum, "kernel", __call__=_einsum),
+    nnx.Conv: _form(nnx.Conv, "kernel", __call__=_conv),
+    nnx.ConvTranspose: _form(nnx.ConvTranspose, "kernel", __call__=_conv_transpose),
+    nnx.Embed: _form(nnx.Embed, "embedding", __call__=_embed, attend=_attend),
+    nnx.LayerNorm: _form(nnx.LayerNorm, None, __call__=_norm(nnx.LayerNorm, layer_norm, ("scale", "bias"))),
+    nnx.RMSNorm: _form(nnx.RMSNorm, None, __call__=_norm(nnx.RMSNorm, rms_norm, ("scale",))),
+}
+"""Sharded forms of Flax layers."""
 
 
 @functools.cache
 def sharded(kind: type[nnx.Module]) -> type[nnx.Module]:
     """Return the sharded form of a layer's type: of a derived one a type whose `super()` is the sharded layer."""
     return in_place_of_base(kind, next(SHARDED[base] for base in kind.__mro__ if base in SHARDED), "Sharded")
-
-
-SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
-    nnx.Linear: ShardedLinear,
-    nnx.LinearGeneral: ShardedLinearGeneral,
-    nnx.Einsum: ShardedEinsum,
-    nnx.Conv: ShardedConv,
-    nnx.ConvTranspose: ShardedConvTranspose,
-    nnx.Embed: ShardedEmbed,
-    nnx.LayerNorm: ShardedLayerNorm,
-    nnx.RMSNorm: ShardedRMSNorm,
-}
-"""Sharded forms of Flax layers."""

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.ops.layers import TensorAxis
-from axonn_jax.tensor.specs import size_over, spec_axes
+from axonn_jax.tensor.parallelize.kinds import Kernel, Norm, Side
+from axonn_jax.tensor.specs import size_over, spec_axes, split_dim
 
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
@@ -35,22 +36,6 @@ class ActivationSplit:
     """Global size of the split dim."""
     last: bool
     """True if the split dim was the last one of the layer's output."""
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Sharded dims of a layer's arrays, as Python indexes."""
-
-    x: int = -1
-    """Contracted dim of the input, split over `in_axis`."""
-    y: int = -1
-    """Dim of the output split over `out_axis`."""
-    bias: tuple[int, ...] = (-1,)
-    """The output's dims of the bias, in the bias's order."""
-    rows: tuple[int, int] | None = (0, 0)
-    """The batch dim of input and of output; None where there is none to split."""
-    rank: int = 0
-    """Dims of the output less dims of the input."""
 
 
 class Call(NamedTuple):
@@ -83,24 +68,31 @@ class LayerPlan:
     out_axis: TensorAxis | None = None
     specs: tuple[tuple[str, P], ...] = ()
     """The layout of every parameter where the layer computes, by name in the layer, of one entry of a stack."""
-    dims: Dims = Dims()
-    z_dim: int | None = None
-    """The kernel's dim split once more over `z`."""
+    of: Kernel | Norm | None = None
+    """The layer's kernel or norm; None for another module."""
+    sides: tuple[Side, ...] = ()
+    """The dims of a kernel for the input and the output, and of the activations split with them."""
     note: str = ""
     """Reason against splitting the layer, or a part."""
-    features: tuple[int, int] = (1, 1)
-    """Elements of input and output a row has."""
     calls: tuple[Call, ...] | None = None
     """All calls in a training call; None if they are not known."""
     row_axes: tuple[str, ...] = BATCH_AXES
     """Axes that split rows: fewer where a program maps over the others by itself."""
-    stack: tuple[int, ...] = ()
-    """Sizes of a stack's dims, in front of every parameter's own; whole on every device."""
     spread: tuple[tuple[str, P], ...] = ()
     """The layout of parameters that are split further where they are kept than where the layer computes."""
     regathers: bool = True
     """True if the backward pass gathers the kernel over `z` again in any case, not just where it recomputes the layer.
     """
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Sizes of a stack's dims, in front of every parameter's own; whole on every device."""
+        return () if self.of is None else self.of.stack
+
+    @property
+    def z_dim(self) -> int | None:
+        """The kernel's dim split once more over `z`."""
+        return split_dim(self.specs[0][1], "z") if self.specs else None
 
     def splits(self, call: Call) -> bool:
         """True if the rows of a call divide over `row_axes`."""
@@ -125,10 +117,7 @@ class LayerPlan:
 
     def size(self, *axes: str | None) -> int:
         """Product of the sizes of the mesh axes named; None counts one."""
-        count = 1
-        for axis in axes:
-            count *= 1 if axis is None else self.mesh.shape[axis]
-        return count
+        return size_over(self.mesh, [axis for axis in axes if axis is not None])
 
 
 def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:

@@ -1,8 +1,10 @@
 """Flax Linen models on a 4D grid: their loss runs layers 4D-sharded, everything else stays unchanged."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +13,6 @@ from flax import errors, linen
 from flax.core import meta
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
@@ -19,8 +20,8 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
-from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
+from axonn_jax.tensor.parallelize.linen_plan import Key, TreeLeaf, plan_loss
+from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import values_of
 
 Loss = Callable[..., Any]
@@ -35,6 +36,37 @@ def takes_key(loss: Loss) -> bool:
     return len(places) > 2 and places[2].default in (inspect.Parameter.empty, None)
 
 
+_UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
+
+
+class MappedAxes:
+    """Axes that a loss written for `jax.pmap` names, unbound by trying, each bound with size one.
+
+    The rows of a batch are one array, of which `lax.pmean` over devices is the mean itself.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def call(self, run: Callable[[], Any]) -> Any:
+        """Call a function that may be traced several times; its result must be a tree of arrays."""
+        while True:
+            called = run
+            for name in self._names:
+                called = partial(_bound, name, called)
+            try:
+                return called()
+            except NameError as error:
+                unbound = _UNBOUND.search(str(error))
+                if unbound is None or unbound[1] in self._names:
+                    raise
+                self._names.append(unbound[1])
+
+
+def _bound(name: str, run: Callable[[], Any]) -> Any:
+    return jax.vmap(lambda _: run(), out_axes=None, axis_name=name)(jnp.zeros(1))
+
+
 @dataclass(frozen=True, eq=False)
 class LinenLoss:
     """Loss of a Linen model, ``loss(params, batch)``, whose layers run 4D-sharded."""
@@ -43,15 +75,9 @@ class LinenLoss:
     """The function without layouts."""
     mesh: Mesh
     plans: Mapping[Key, LayerPlan]
-    specs: Any
-    """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
-    used: Any
-    """The layouts in which layers compute, of fewer axes where `specs` spreads a parameter."""
-    in_layers: Any
-    """A tree as the parameters', True for those that planned layers hold."""
-    shared: Any
-    """A tree as the parameters', True for those of layers that a product outside of layers reads too."""
-    holders: tuple[Holder, ...]
+    layouts: Any
+    """A tree as the parameters', of `linen_plan.TreeLeaf`."""
+    entries: tuple[Entry, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
     """The computation's dtype wherever a module names none; None leaves it to the modules."""
@@ -60,12 +86,17 @@ class LinenLoss:
     mapped_axis: str | None = None
     """Name of an axis that is mapped over around the loss: BatchNorm takes its statistics over that too."""
 
+    @property
+    def specs(self) -> Any:
+        """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
+        return jax.tree.map(lambda leaf: leaf.spec, self.layouts)
+
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
         if self.row_axes:
-            params = jax.tree.map(self._without_z, params, self.used, self.shared)
+            params = jax.tree.map(self._without_z, params, self.layouts)
         if self.dtype is not None:
-            params = jax.tree.map(self._cast, params, self.in_layers)
+            params = jax.tree.map(self._cast, params, self.layouts)
         with intercepted(self, self._run):
             return self.plain(params, batch, *key)
 
@@ -75,10 +106,10 @@ class LinenLoss:
         For traced functions, before the loss; without it XLA chooses what to move.
         """
 
-        def gather(value: jax.Array, spec: P, used: P) -> jax.Array:
-            return value if spec == used else whole(value, self.mesh, used)
+        def gather(value: jax.Array, leaf: TreeLeaf) -> jax.Array:
+            return value if leaf.spec == leaf.used else whole(value, self.mesh, leaf.used)
 
-        return jax.tree.map(gather, params, self.specs, self.used)
+        return jax.tree.map(gather, params, self.layouts)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
         """Return the loss with rows split over these axes, slowest first, in every layer; it recomputes nothing.
@@ -98,31 +129,30 @@ class LinenLoss:
         """
         return replace(self, dtype=dtype)
 
-    def _without_z(self, value: jax.Array, spec: P, shared: bool) -> jax.Array:
+    def _without_z(self, value: jax.Array, leaf: TreeLeaf) -> jax.Array:
         """Gather over `z` what XLA multiplies with.
 
         XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both
         dims of `w` are split, one of them over `z` too (jaxlib 0.10.2).
         """
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, without_z(spec))) if shared else value
+        inside = NamedSharding(self.mesh, without_z(leaf.used))
+        return lax.with_sharding_constraint(value, inside) if leaf.shared else value
 
-    def _cast(self, value: jax.Array, in_layer: bool) -> jax.Array:
-        return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
+    def _cast(self, value: jax.Array, leaf: TreeLeaf) -> jax.Array:
+        return value if leaf.in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
-        plan = self.plans.get(call.layer.key) if call.layer is not None else None
-        if call.layer is not None and plan is not None and plan.sharded:
-            return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
+        if isinstance(call.layer, LayerCall):
+            plan = self.plans.get(call.layer.key)
+            if plan is not None and plan.sharded:
+                own = call.layer if self.dtype is None else call.layer.in_dtype(self.dtype)
+                layer = own.layer
+                setattr(layer, PLAN, plan)
+                layer.__class__ = sharded(type(layer))
+                return own.run(layer)
         if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
         return call.by_rows(self.mesh, self.row_axes)
-
-
-def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:
-    layer = call.layer
-    setattr(layer, PLAN, plan)
-    layer.__class__ = sharded(type(layer))
-    return call.run(layer)
 
 
 def parallelize_linen(
@@ -166,16 +196,16 @@ def _parallelized(
 
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers))
+        plans, leaves, entries = plan_loss(
+            traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers)
+        )
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
-    tree = jax.tree.structure(plain)
-    by_leaf = (plan.specs, plan.used, plan.in_layers, plan.shared)
-    specs, used, in_layers, shared = (jax.tree.unflatten(tree, leaves) for leaves in by_leaf)
-    placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, grid.mesh, plan.plans, specs, used, in_layers, shared, plan.holders), placed
+    layouts = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    placed = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
+    return LinenLoss(loss, grid.mesh, plans, layouts, entries), placed
 
 
 _OTHER_PARAMS = (

@@ -186,10 +186,8 @@ class MethodCall:
     module: Any
     base: type[linen.Module] | None
     """The Flax layer whose own method it is; a subclass that wraps the method comes to it inside."""
-    layer: LayerCall | None
-    """The call as one of a layer with an NNX form."""
-    reason: str
-    """Reason against one, for a layer that could have it."""
+    layer: LayerCall | str
+    """The call as one of a layer with an NNX form, or the reason against one, "" for a module that has none."""
     plain: Callable[[], Any]
     """The call itself."""
     of: Callable[[Any], Any]
@@ -220,17 +218,14 @@ def _method_call(
 ) -> MethodCall:
     module: Any = context.module
     base, name = _METHODS.get(context.orig_method.func, (None, ""))
+
+    def plain() -> Any:
+        return method(*args, **kwargs)
+
     if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
-        return MethodCall(module, None, None, "", lambda: method(*args, **kwargs), lambda _: None)
+        return MethodCall(module, None, "", plain, lambda _: None)
     layer = _layer_call(module, base, name, inspect.signature(context.orig_method).bind(*args, **kwargs).arguments)
-    return MethodCall(
-        module,
-        base,
-        None if isinstance(layer, str) else layer,
-        layer if isinstance(layer, str) else "",
-        lambda: method(*args, **kwargs),
-        lambda same: getattr(base, name)(same, *args, **kwargs),
-    )
+    return MethodCall(module, base, layer, plain, lambda same: getattr(base, name)(same, *args, **kwargs))
 
 
 def _layer_call(module: Any, base: type[linen.Module], method: str, given: Mapping[str, Any]) -> LayerCall | str:

@@ -1,9 +1,9 @@
 """Plans of a Linen model's layers, and its parameters' layouts, from one trace of its loss."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, inputs_of_products, mark, marked
-from axonn_jax.tensor.parallelize.layouts import LayerPlan, Stored, further_layouts, spec_of
+from axonn_jax.tensor.parallelize.layouts import WHOLE, LayerPlan, Stored, further_layouts, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
+from axonn_jax.tensor.parallelize.propagate import plan_of, plans_of_calls
+from axonn_jax.tensor.parallelize.transfers import Entry
 from axonn_jax.tensor.specs import spec_axes
 
 Key = tuple[Any, ...]
@@ -25,8 +26,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class TreeParam:
-    """One parameter of the tree."""
+class TreeLeaf:
+    """One parameter of the tree, and its layouts."""
 
     owner: str
     """The path without the last name."""
@@ -34,23 +35,25 @@ class TreeParam:
     array: Any
     trained: bool
     """False for state: collections beside one of the name ``params``, as `batch_stats`."""
+    used: P = WHOLE
+    """The layout where it computes."""
+    spec: P = WHOLE
+    """The layout in which it is kept, over more axes where it is spread."""
+    in_layer: bool = False
+    """True if a planned layer holds it."""
+    shared: bool = False
+    """True if it is split over `z` for a layer and a product outside of layers reads it too."""
 
 
 @dataclass(frozen=True)
 class Use:
     """Call of a layer in the trace."""
 
-    key: Key
-    kind: str
-    """Name of Linen's type."""
+    call: LayerCall
     layer: Any
     """The NNX layer, with traced parameters."""
-    shapes: dict[str, Shape]
-    """Shapes of the parameters, in the order of their names."""
-    dtype: Any
-    """The computation's."""
     origins: dict[str, Origin | None] = field(default_factory=dict)
-    """The parameter of the tree that each of them is, or is a part of."""
+    """The parameter of the tree that each of the layer's is, or is a part of."""
 
     @property
     def times(self) -> int:
@@ -61,18 +64,6 @@ class Use:
     def leaf(self) -> int | None:
         """Number of the leaf of the first parameter that comes from one."""
         return next((origin.index for origin in self.origins.values() if origin is not None), None)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Layer, or another module with parameters, as a report lists it."""
-
-    path: str
-    plan: LayerPlan
-    params: dict[str, Any]
-    """Parameters by name: arrays, or shapes with a layout."""
-    dtype: Any
-    """The computation's."""
 
 
 @dataclass(eq=False)
@@ -86,11 +77,11 @@ class Trace:
 
     def run(self, call: MethodCall) -> Any:
         """Call the method, as one equation if it is a layer's."""
-        reason = call.reason
-        if call.layer is not None:
-            described = call.layer.described()
+        reason = call.layer
+        if isinstance(reason, LayerCall):
+            described = reason.described()
             if not isinstance(described, str):
-                return self._mark(call.layer)
+                return self._mark(reason)
             reason = described
         if call.module.scope is not None and (reason or call.module.path not in self.unsplit):
             self.unsplit[call.module.path] = (type(call.module).__name__, reason)
@@ -101,27 +92,28 @@ class Trace:
             again = replace(call, x=x, held=held)
             return again.run(again.layer)
 
-        shapes = {name: call.held[name].shape for name in sorted(call.held)}  # as jax flattens them
-        dtype = call.module.param_dtype if call.dtype is None else call.dtype
-        self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
+        self.uses.append(Use(call, call.layer))
         return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
 
-    def holder(self, leaf: TreeParam, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Holder:
+    def entry(self, leaf: TreeLeaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
+        path = leaf.owner or "(model)"
         if use is not None:
-            return Holder(leaf.owner, plans[use.key], {}, use.dtype)
+            dtype = use.call.module.param_dtype if use.call.dtype is None else use.call.dtype
+            return Entry(path, plans[use.call.key], {}, dtype)
         owners = [at for at in self.unsplit if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
         kind, reason = self.unsplit.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
         plan = LayerPlan(kind, self.mesh, False, note=reason or f"a {kind} has no sharded form")
-        return Holder(leaf.owner, plan, {}, leaf.array.dtype)
+        return Entry(path, plan, {}, leaf.array.dtype)
 
     def at(self, eqn: Any, origins: Origins) -> None:
         """Note the origins of a marked equation's parameters; refuse a layout on another mesh."""
         call = marked(eqn)
         if call is not None:
             use = self.uses[call.number]
-            if len(origins) == 1 + len(use.shapes) and not use.origins:  # more of them in a derivative
-                use.origins.update(zip(use.shapes, origins[:-1], strict=True))
+            names = sorted(use.call.held)  # as jax flattens them
+            if len(origins) == 1 + len(names) and not use.origins:  # more of them in a derivative
+                use.origins.update(zip(names, origins[:-1], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
         if mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple:
             raise UserError(
@@ -130,30 +122,14 @@ class Trace:
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LossPlan:
-    """Plans of a loss's layers by `LayerCall.key`, and layouts of its parameters."""
-
-    plans: dict[Key, LayerPlan]
-    specs: list[P]
-    """The layout of each leaf of the parameters."""
-    used: list[P]
-    """The layout of each leaf where it computes."""
-    in_layers: list[bool]
-    """True for each leaf that a planned layer holds."""
-    shared: list[bool]
-    """True for each leaf split over `z` for a layer that a product outside of layers reads too."""
-    holders: tuple[Holder, ...]
-
-
 def plan_loss(
     loss: Callable[[Any, Any], Any],
     mesh: Mesh,
     params: Any,
     batch: Any,
     choose: Callable[[Mapping[str, Any]], Mapping[str, str]],
-) -> LossPlan:
-    """Plan the layers of a loss from one trace of it; nothing is computed.
+) -> tuple[dict[Key, LayerPlan], list[TreeLeaf], tuple[Entry, ...]]:
+    """Plan the layers of a loss, by `LayerCall.key`, from one trace of it; nothing is computed.
 
     `choose` returns the overrides of layers by path, from all layers by path.
     """
@@ -167,47 +143,38 @@ def plan_loss(
     origins: Origins = [Origin(index, tuple(range(leaf.array.ndim))) for index, leaf in enumerate(leaves)]
     find_origins(jaxpr, origins + [None] * (len(jaxpr.invars) - len(leaves)), trace.at)
     uses = _by_path(trace.uses, leaves)
-    chosen = choose({path: use.layer for path, use in uses.items()})
-    overrides = {use.key: chosen[path] for path, use in uses.items() if path in chosen}
-    plans = _plans(Chooser(mesh), jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
-    held = _layouts(trace.uses, plans, leaves)
-    free = {index for index, leaf in enumerate(leaves) if leaf.trained and chosen.get(leaf.owner) != "replicated"}
-    apart = _further(leaves, held, free, mesh)
-    used = [held[index].spec if index in held else P() for index in range(len(leaves))]
-    specs = [apart.get(index, spec) for index, spec in enumerate(used)]
-    holders: dict[str, Holder] = {}
-    for index, leaf in enumerate(leaves):
-        holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
-        if index in apart:
-            plan = replace(holder.plan, spread=(*holder.plan.spread, (leaf.param, apart[index])))
-            holder = replace(holder, plan=plan)
-        laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
-        holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
-    in_layers = [index in held for index in range(len(leaves))]
-    read: set[int] = set()
-    each = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
-    inputs_of_products(jaxpr, each, read)
-    shared = [index in read & held.keys() and "z" in spec_axes(spec) for index, spec in enumerate(specs)]
-    return LossPlan(plans, specs, used, in_layers, shared, tuple(holders.values()))
+    chosen = choose(uses)
+    overrides = {use.call.key: chosen[path] for path, use in uses.items() if path in chosen}
+    plans = _plans(mesh, jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
+    leaves = _laid(leaves, jaxpr, _layouts(trace.uses, plans, leaves), chosen, mesh)
+    entries: dict[str, Entry] = {}
+    for leaf in leaves:
+        entry = entries.setdefault(leaf.owner, trace.entry(leaf, uses.get(leaf.owner), plans))
+        if leaf.spec != leaf.used:
+            plan = replace(entry.plan, spread=(*entry.plan.spread, (leaf.param, leaf.spec)))
+            entry = replace(entry, plan=plan)
+        laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, leaf.spec))
+        entries[leaf.owner] = replace(entry, params={**entry.params, leaf.param: laid})
+    return plans, leaves, tuple(entries.values())
 
 
-def _leaves(params: Any) -> list[TreeParam]:
+def _leaves(params: Any) -> list[TreeLeaf]:
     collections = isinstance(params, Mapping) and "params" in params
     leaves = []
     for path, array in tree_util.tree_leaves_with_path(params):
         owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
-        leaves.append(TreeParam(owner, param, array, not collections or path[0] == tree_util.DictKey("params")))
+        leaves.append(TreeLeaf(owner, param, array, not collections or path[0] == tree_util.DictKey("params")))
     return leaves
 
 
-def _by_path(uses: Sequence[Use], leaves: Sequence[TreeParam]) -> dict[str, Use]:
+def _by_path(uses: Sequence[Use], leaves: Sequence[TreeLeaf]) -> dict[str, Use]:
     """The first use of each layer by its path in the tree, of one without parameters of the tree in its module."""
     by_path: dict[str, Use] = {}
     for use in uses:
         if use.leaf is not None:
             by_path.setdefault(leaves[use.leaf].owner, use)
-    keys = {use.key for use in by_path.values()}
-    others = {".".join(use.key[0]): use for use in uses if use.key not in keys}
+    keys = {use.call.key for use in by_path.values()}
+    others = {".".join(use.call.module.path): use for use in uses if use.call.key not in keys}
     return others | by_path
 
 
@@ -219,53 +186,52 @@ def _check_scalar(result: Any) -> None:
 
 
 def _plans(
-    chooser: Chooser, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
+    mesh: Mesh, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
 ) -> dict[Key, LayerPlan]:
     """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
-    calls, times = [(use.key, use.layer) for use in uses], [use.times for use in uses]
-    plans = plans_of_calls(chooser, jaxpr, trained, calls, overrides, times)
-    others = {use.key: chooser.plan(use.layer, None, overrides.get(use.key)) for use in uses if use.key not in plans}
-    return {use.key: replace((plans | others)[use.key], kind=use.kind) for use in uses}
+    calls = [(use.call.key, use.layer) for use in uses]
+    plans = plans_of_calls(mesh, jaxpr, trained, calls, overrides, [use.times for use in uses])
+    others = {key: plan_of(mesh, layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
+    return {use.call.key: replace((plans | others)[use.call.key], kind=use.call.base.__name__) for use in uses}
 
 
-class Layout(NamedTuple):
-    """Layout of a leaf for a layer."""
-
-    spec: P
-    first: int
-    """The first dim behind a stack's."""
-
-
-def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeParam]) -> dict[int, Layout]:
-    """The layout of each leaf of a sharded layer, as the first layer that uses it has it."""
-    layouts: dict[int, Layout] = {}
+def _layouts(
+    uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeLeaf]
+) -> dict[int, tuple[P, int]]:
+    """The layout of each leaf of a sharded layer, as the first layer that uses it has it, and the first dim behind a
+    stack's."""
+    layouts: dict[int, tuple[P, int]] = {}
     for use in uses:
-        plan = plans[use.key]
+        plan = plans[use.call.key]
         for name, origin in use.origins.items():
             if plan.sharded and origin is not None and origin.index not in layouts:
                 stacked = leaves[origin.index].array.shape
-                dims = _dims(origin, stacked, use.shapes[name])
+                dims = _dims(origin, stacked, use.call.held[name].shape)
                 split = ((dim, axes) for dim, axes in zip(dims, plan.spec(name), strict=False) if dim is not None)
                 first = 1 + max((dim for dim in range(len(stacked)) if dim not in dims), default=-1)
-                layouts[origin.index] = Layout(spec_of(len(stacked), *split), first)
+                layouts[origin.index] = (spec_of(len(stacked), *split), first)
     return layouts
 
 
-def _further(
-    leaves: Sequence[TreeParam], held: Mapping[int, Layout], free: Collection[int], mesh: Mesh
-) -> dict[int, P]:
-    """The layouts of leaves that are split further where they are kept."""
-    params = {
-        index: Stored(
-            leaf.array.shape,
-            leaf.array.size * leaf.array.dtype.itemsize,
-            *held.get(index, Layout(P(), 0)),
-            index in free,
-        )
-        for index, leaf in enumerate(leaves)
-        if leaf.trained
-    }
-    return further_layouts(params, mesh)
+def _laid(
+    leaves: Sequence[TreeLeaf], jaxpr: Any, held: Mapping[int, tuple[P, int]], chosen: Mapping[str, str], mesh: Mesh
+) -> list[TreeLeaf]:
+    """The leaves with their layouts, of which layers have chosen those `held`."""
+    stored = {}
+    for index, leaf in enumerate(leaves):
+        free = leaf.trained and chosen.get(leaf.owner) != "replicated"
+        size = leaf.array.size * leaf.array.dtype.itemsize
+        stored[index] = Stored(leaf.array.shape, size, *held.get(index, (P(), 0)), free)
+    further = further_layouts({index: each for index, each in stored.items() if leaves[index].trained}, mesh)
+    read: set[int] = set()
+    each = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
+    inputs_of_products(jaxpr, each, read)
+    laid = []
+    for index, leaf in enumerate(leaves):
+        spec, in_layer = further.get(index, stored[index].used), index in held
+        shared = in_layer and index in read and "z" in spec_axes(spec)
+        laid.append(replace(leaf, used=stored[index].used, spec=spec, in_layer=in_layer, shared=shared))
+    return laid
 
 
 def _dims(origin: Origin, stacked: Shape, shape: Shape) -> tuple[int | None, ...]:

@@ -17,143 +17,109 @@ from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Activation, Marked, follow_layouts, mark
 from axonn_jax.tensor.parallelize.kinds import CALLS, Kernel, Norm, Side, base_of, describe, in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Call, LayerPlan, spec_of
+from axonn_jax.tensor.specs import size_over
 
 
-class Chooser:
-    """Chooser of plans on one mesh, without knowledge of the order of layers."""
+def plan_of(mesh: Mesh, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
+    """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
+    axis).
+    """
+    described = describe(layer)
+    if isinstance(described, str):
+        return LayerPlan(type(layer).__name__, mesh, False, note=described)
+    # Whole parameters on every device; rows of a layer with a kernel are split by hand all the same: XLA's
+    # partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
+    # devices, and the same on others).
+    kind, sides = base_of(type(layer)).__name__, tuple[Side, ...]()  # type: ignore[union-attr]
+    if isinstance(described, Kernel):
+        sides = (described.ins[0], described.outs[0])
+    unsplit = LayerPlan(kind, mesh, isinstance(described, Kernel), of=described, sides=sides)
+    if override == "replicated":
+        return replace(unsplit, note="by an override")
+    # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
+    axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
+    if override is not None:
+        axis = "y" if override == "y" else "x"
+    if isinstance(described, Norm) or described.groups > 1:
+        return _grouped(unsplit, described, arrives, axis, forced=override is not None)
+    if isinstance(layer, nnx.Embed):
+        return _kernel(unsplit, described, swapped(axis), axis)
+    plan = _kernel(unsplit, described, axis, swapped(axis))
+    if arrives is not None and axis != arrives.axis:
+        return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
+    return plan
 
-    def plan(self, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
-        """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
 
-        `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
-        axis).
-        """
-        described = describe(layer)
-        if isinstance(described, str):
-            return LayerPlan(type(layer).__name__, self.mesh, False, note=described)
-        plan = self._plan(layer, described, arrives, override)
-        return replace(plan, kind=getattr(base_of(type(layer)), "__name__", plan.kind), stack=described.stack)
+def _grouped(
+    unsplit: LayerPlan, of: Kernel | Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
+) -> LayerPlan:
+    """Return the plan of features in groups that do not mix, in a norm each by itself: whole groups on a device."""
+    mesh, specs = unsplit.mesh, [(name, P(axis)) for name in of.names]
+    size, groups, whose, what = of.features[0], of.features[0], "it normalises", "features"
+    if isinstance(of, Kernel):
+        size, groups, whose, what = of.ins[0].size, of.groups, "of its groups", "groups"
+        specs = [(of.name, spec_of(len(of.shape), (of.outs[0].kernel, axis))), ("bias", P(axis))]
+    if not forced and (arrives is None or not arrives.last or arrives.size != size):
+        return replace(unsplit, note=f"the features {whose} are not split where it stands")
+    if groups % mesh.shape[axis]:
+        return replace(unsplit, note=_uneven(what, groups, axis, mesh.shape[axis]))
+    return replace(unsplit, sharded=True, in_axis=axis, out_axis=axis, specs=tuple(specs))
 
-    def _plan(
-        self, layer: Any, described: Kernel | Norm, arrives: ActivationSplit | None, override: str | None
-    ) -> LayerPlan:
-        kind = type(layer).__name__
-        if override == "replicated":
-            return self._by_rows(kind, described, "by an override")
-        # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
-        axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
-        if override is not None:
-            axis = "y" if override == "y" else "x"
-        if isinstance(described, Norm):
-            return self._norm(kind, described, arrives, axis, forced=override is not None)
-        if described.groups > 1:
-            return self._grouped(kind, described, arrives, axis, forced=override is not None)
-        if isinstance(layer, nnx.Embed):
-            return self._kernel(kind, described, swapped(axis), axis)
-        plan = self._kernel(kind, described, axis, swapped(axis))
-        if plan.sharded and arrives is not None and axis != arrives.axis:
-            return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
-        return plan
 
-    def leaves(
-        self, layer: Any, plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__"
-    ) -> ActivationSplit | None:
-        """Return the layout of the output of a layer with this plan, None if unsplit."""
-        described = describe(layer)
-        if not plan.sharded or not isinstance(described, Kernel):
-            return arrives
-        if method == "attend":
-            return None if plan.in_axis is None else ActivationSplit(plan.in_axis, described.shape[0], True)
-        if plan.out_axis is None:
-            return None
-        side = next(s for s in described.outs if s.activation == plan.dims.y)
-        return ActivationSplit(plan.out_axis, side.size, side.activation == -1)
+def _kernel(unsplit: LayerPlan, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
+    mesh, ends = unsplit.mesh, ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
+    side_in, note_in = _side(mesh, kernel.ins, in_axis, ends[0])
+    side_out, note_out = _side(mesh, kernel.outs, out_axis, ends[1])
+    split: dict[int, tuple[str, ...]] = {}
+    if side_in is not None:
+        split[side_in.kernel] = (in_axis,)
+    if side_out is not None:
+        split[side_out.kernel] = (out_axis,)
+    # z preferably where the algorithm has it, on the contracted dim.
+    order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
+    z, note_z = mesh.shape["z"], ""
+    for dim in order:
+        if kernel.shape[dim] % (z * size_over(mesh, split.get(dim, ()))) == 0:
+            split[dim] = (*split.get(dim, ()), "z")
+            break
+    else:
+        note_z = f"no dim of its weight {kernel.shape} divides by z = {z}"
+    unsplit = replace(unsplit, note="; ".join(filter(None, (note_in, note_out, note_z))))
+    if side_in is None and side_out is None:
+        return unsplit
+    specs: tuple[tuple[str, P], ...] = ((kernel.name, P(*(split.get(dim) for dim in range(len(kernel.shape))))),)
+    if kernel.bias is not None:
+        y = None if side_out is None else side_out.activation
+        specs += (("bias", P(*(out_axis if dim == y else None for dim in kernel.bias))),)
+    return replace(
+        unsplit,
+        in_axis=None if side_in is None else in_axis,
+        out_axis=None if side_out is None else out_axis,
+        specs=specs,
+        sides=(side_in or kernel.ins[0], side_out or kernel.outs[0]),
+    )
 
-    def _norm(
-        self, kind: str, norm: Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
-    ) -> LayerPlan:
-        if not forced and (arrives is None or not arrives.last or arrives.size != norm.features):
-            return LayerPlan(kind, self.mesh, False, note="the features it normalises are not split where it stands")
-        if norm.features % self.mesh.shape[axis]:
-            note = _uneven("features", norm.features, axis, self.mesh.shape[axis])
-            return LayerPlan(kind, self.mesh, False, note=note)
-        specs = tuple((name, P(axis)) for name in norm.names)
-        return LayerPlan(kind, self.mesh, True, axis, axis, specs, features=(norm.features, norm.features))
 
-    def _grouped(
-        self, kind: str, kernel: Kernel, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
-    ) -> LayerPlan:
-        """Return the plan of grouped features: whole groups stay on a device, with the groups' kernels."""
-        (side_in,), (side_out,) = kernel.ins, kernel.outs
-        if not forced and (arrives is None or not arrives.last or arrives.size != side_in.size):
-            return self._by_rows(kind, kernel, "the features of its groups are not split where it stands")
-        if kernel.groups % self.mesh.shape[axis]:
-            return self._by_rows(kind, kernel, _uneven("groups", kernel.groups, axis, self.mesh.shape[axis]))
-        specs = ((kernel.name, spec_of(len(kernel.shape), (side_out.kernel, axis))), ("bias", P(axis)))
-        dims = kernel.dims(side_in, side_out)
-        return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, features=kernel.features)
+def _side(mesh: Mesh, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
+    """Return the first candidate divisible over the axis, or the reason for none."""
+    parts = mesh.shape[axis]
+    for side in sides:
+        if side.size % parts == 0:
+            return side, ""
+    return None, _uneven(end, sides[0].size, axis, parts)
 
-    def _by_rows(self, kind: str, layer: Kernel | Norm, note: str) -> LayerPlan:
-        """Whole parameters on every device; rows of a layer with a kernel are split by hand all the same.
 
-        XLA's partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
-        devices, and the same on others).
-        """
-        if isinstance(layer, Norm):
-            return LayerPlan(kind, self.mesh, False, note=note)
-        return LayerPlan(kind, self.mesh, True, dims=layer.dims(None, None), note=note, features=layer.features)
-
-    def _kernel(self, kind: str, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
-        ends = ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
-        side_in, note_in = self._side(kernel.ins, in_axis, ends[0])
-        side_out, note_out = self._side(kernel.outs, out_axis, ends[1])
-        split: dict[int, tuple[str, ...]] = {}
-        if side_in is not None:
-            split[side_in.kernel] = (in_axis,)
-        if side_out is not None:
-            split[side_out.kernel] = (out_axis,)
-        # z preferably where the algorithm has it, on the contracted dim.
-        order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
-        z_dim, z = None, self.mesh.shape["z"]
-        for dim in order:
-            parts = z
-            for axis in split.get(dim, ()):
-                parts *= self.mesh.shape[axis]
-            if kernel.shape[dim] % parts == 0:
-                z_dim, split[dim] = dim, (*split.get(dim, ()), "z")
-                break
-        note_z = "" if z_dim is not None else f"no dim of its weight {kernel.shape} divides by z = {z}"
-        notes = "; ".join(filter(None, (note_in, note_out, note_z)))
-        if side_in is None and side_out is None:
-            return self._by_rows(kind, kernel, notes)
-        spec = P(*(split.get(dim) for dim in range(len(kernel.shape))))
-        specs: tuple[tuple[str, P], ...] = ((kernel.name, spec),)
-        if kernel.bias is not None:
-            y = None if side_out is None else side_out.activation
-            specs += (("bias", P(*(out_axis if dim == y else None for dim in kernel.bias))),)
-        return LayerPlan(
-            kind,
-            self.mesh,
-            True,
-            in_axis if side_in is not None else None,
-            out_axis if side_out is not None else None,
-            specs,
-            kernel.dims(side_in, side_out),
-            z_dim,
-            notes,
-            kernel.features,
-        )
-
-    def _side(self, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
-        """Return the first candidate divisible over the axis, or the reason for none."""
-        parts = self.mesh.shape[axis]
-        for side in sides:
-            if side.size % parts == 0:
-                return side, ""
-        return None, _uneven(end, sides[0].size, axis, parts)
+def _leaves(plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__") -> ActivationSplit | None:
+    """Return the layout of the output of a layer with this plan, None if unsplit."""
+    if not plan.sharded or not isinstance(plan.of, Kernel):
+        return arrives
+    if method == "attend":
+        return None if plan.in_axis is None else ActivationSplit(plan.in_axis, plan.of.shape[0], True)
+    if plan.out_axis is None:
+        return None
+    return ActivationSplit(plan.out_axis, plan.sides[1].size, plan.sides[1].activation == -1)
 
 
 def _uneven(what: str, size: int, axis: str, parts: int) -> str:
@@ -177,7 +143,7 @@ def _side_by_side(first: str, second: str) -> bool:
 
 
 def plans_by_order(
-    chooser: Chooser, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
+    mesh: Mesh, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
 ) -> dict[str, LayerPlan]:
     """Return a plan for each layer, in order; `known` plans are kept.
 
@@ -189,11 +155,11 @@ def plans_by_order(
     before = ("", split)
     for path, layer in layers:
         arrives = before[1] if before[0] and _side_by_side(before[0], path) else split
-        plan = known.get(path) or chooser.plan(layer, arrives, overrides.get(path))
+        plan = known.get(path) or plan_of(mesh, layer, arrives, overrides.get(path))
         plans[path] = plan
         if plan.sharded:
             before = (path, arrives)
-            split = chooser.leaves(layer, plan, arrives)
+            split = _leaves(plan, arrives)
     return plans
 
 
@@ -202,7 +168,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def plans_by_flow(
-    chooser: Chooser,
+    mesh: Mesh,
     model: nnx.Module,
     layers: dict[str, nnx.Module],
     overrides: dict[str, str],
@@ -221,15 +187,15 @@ def plans_by_flow(
     graphdef, state = nnx.split(model)
     params, rest = nnx.split_state(state, nnx.Param, ...)
     jaxpr = jax.make_jaxpr(lambda *state: jax.tree.leaves(call(nnx.merge(graphdef, *state))))(params, rest).jaxpr
-    check_grouped(jaxpr, chooser.mesh, MARK)
+    check_grouped(jaxpr, mesh, MARK)
     for layer, kind in zip(layers.values(), kinds, strict=True):
         layer.__class__ = kind
     trained = [True] * len(jax.tree.leaves(params))
-    return plans_of_calls(chooser, jaxpr, trained, list(layers.items()), overrides)
+    return plans_of_calls(mesh, jaxpr, trained, list(layers.items()), overrides)
 
 
 def plans_of_calls(
-    chooser: Chooser,
+    mesh: Mesh,
     jaxpr: Any,
     trained: Sequence[bool],
     calls: Sequence[tuple[Key, Any]],
@@ -245,13 +211,13 @@ def plans_of_calls(
 
     def at_layer(call: Marked, out_size: int, x: Activation) -> ActivationSplit | None:
         key, layer = calls[call.number]
-        plan = plans[key] if key in plans else chooser.plan(layer, x.split, overrides.get(key))
+        plan = plans[key] if key in plans else plan_of(mesh, layer, x.split, overrides.get(key))
         # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
         rows = call.shape[0] if len(call.shape) > 1 else 1
         runs = times[call.number] if times else math.prod(plan.stack)
         one = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
         plans[key] = replace(plan, calls=(*(plan.calls or ()), one))
-        return chooser.leaves(layer, plan, x.split, call.entry)
+        return _leaves(plan, x.split, call.entry)
 
     others = [Activation()] * (len(jaxpr.invars) - len(trained))
     follow_layouts(jaxpr, [*(Activation(None, each) for each in trained), *others], at_layer)

@@ -1,5 +1,6 @@
 """The `Engine` protocol: `SpmdEngine` (one compiled program) and `PipelineEngine` (stages as tasks)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,73 +41,90 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.astype(np.int32, copy=False)
 
 
-class Batches(Protocol):
+class Batches(ABC):
     """Global batches: rows of one that this process loads, checks of what a user hands in, and their arrays."""
 
-    microbatches: int
+    def __init__(self, grid: Grid, microbatches: int):
+        self.grid, self.microbatches = grid, microbatches
+        self._local: dict[int, list[int]] = {}
 
     @property
+    @abstractmethod
     def least(self) -> int:
         """Rows of the smallest global batch."""
 
     @property
     def share(self) -> int:
         """Rows of the smallest global batch that this process holds."""
+        return len(self.local(self.least))
 
     def local(self, global_batch: int) -> list[int]:
-        """Return the numbers of the rows of a global batch of so many that this process's devices hold, ascending."""
+        """Return the numbers of the rows of a global batch of so many that this process's devices hold, ascending.
 
+        Raises ``UserError`` where the batch does not divide.
+        """
+        if global_batch not in self._local:
+            numbers, layout = self.numbers(global_batch)
+            here = layout.addressable_devices_indices_map(numbers.shape).values()  # None: of other processes
+            own = {int(number) for index in here if index is not None for number in numbers[index].flat}
+            self._local[global_batch] = sorted(own)
+        return self._local[global_batch]
+
+    @abstractmethod
+    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:
+        """Return the numbers of a global batch's rows as its arrays have them, microbatches first, and their layout.
+
+        Raises ``UserError`` where the batch does not divide.
+        """
+
+    def placed(self, rows: Any, global_batch: int) -> jax.Array:
+        """Return this process's rows of an array of a global batch on the mesh, in the shape of `numbers`."""
+        numbers, layout = self.numbers(global_batch)
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            chosen = numbers[index[: numbers.ndim]]
+            at = np.searchsorted(self.local(global_batch), chosen.ravel())
+            return rows[at].reshape(*chosen.shape, *rows.shape[1:])  # type: ignore[no-any-return]
+
+        return jax.make_array_from_callback((*numbers.shape, *rows.shape[1:]), layout, shard)
+
+    @abstractmethod
     def read(self, batch: Any, *, counts: bool = False) -> Any:
         """Return a batch as numpy's, checked.
 
         Raises ``UserError`` for one of another form, or if it must be one that `counts`, without a target.
         """
 
+    @abstractmethod
     def rows(self, batch: Any) -> int:
         """Return the rows of a batch, of any number of rows."""
 
+    @abstractmethod
     def filled(self, batch: Any, rows: int) -> Any:
         """Return the batch with rows added that do not count."""
 
+    @abstractmethod
     def shard(self, batch: Any) -> Any:
         """Return this process's rows of a global batch as arrays on the mesh, microbatches first."""
 
 
-class TokenBatches:
+class TokenBatches(Batches):
     """Global batches of token ids [sequences, seq + 1], which a `models.protocol.Model` takes."""
 
     def __init__(self, grid: Grid, microbatches: int, *, packed: bool):
-        self.grid, self.microbatches, self._packed = grid, microbatches, packed
-        self.sharding = NamedSharding(grid.mesh, P(None, BATCH_AXES))
-        """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
-        self._local: dict[int, list[int]] = {}
+        super().__init__(grid, microbatches)
+        self._packed = packed
 
-    def local(self, global_batch: int) -> list[int]:
-        """Numbers of the global batch's sequences that this process's devices hold, ascending.
-
-        Number `m * (global_batch / microbatches) + r` is sequence `r` of microbatch `m`. Raises ``UserError`` where the
-        batch does not divide.
-        """
-        if global_batch not in self._local:
-            self.grid.shape.check_batch(global_batch, self.microbatches)
-            each = global_batch // self.microbatches
-            index_map = self.sharding.addressable_devices_indices_map((self.microbatches, each, 1))
-            held: set[int] = set()
-            for index in index_map.values():
-                assert index is not None  # None stands for devices of other processes
-                held.update(range(*index[1].indices(each)))
-            self._local[global_batch] = [m * each + r for m in range(self.microbatches) for r in sorted(held)]
-        return self._local[global_batch]
+    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:  # noqa: D102
+        self.grid.shape.check_batch(global_batch, self.microbatches)
+        return np.arange(global_batch).reshape(self.microbatches, -1), NamedSharding(
+            self.grid.mesh, P(None, BATCH_AXES)
+        )
 
     @property
-    def least(self) -> int:
-        """Sequences of the smallest global batch."""
+    def least(self) -> int:  # noqa: D102
         return self.grid.shape.batch_shards * self.microbatches
-
-    @property
-    def share(self) -> int:
-        """Sequences of the smallest global batch that this process holds."""
-        return len(self.local(self.least))
 
     def read(self, batch: Any, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return token ids [sequences, seq + 1] as numpy's; raises ``UserError`` for something else."""
@@ -136,17 +154,7 @@ class TokenBatches:
 
     def shard(self, batch: np.ndarray) -> jax.Array:
         """Make [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
-        global_batch, width = self.whole(batch), batch.shape[1]
-        each = global_batch // self.microbatches
-        position = {number: at for at, number in enumerate(self.local(global_batch))}
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            sequences = range(*index[1].indices(each))
-            chosen = [[position[m * each + r] for r in sequences] for m in range(self.microbatches)]
-            return batch[np.asarray(chosen)].astype(np.int32)
-
-        return jax.make_array_from_callback((self.microbatches, each, width), self.sharding, shard)
+        return self.placed(batch.astype(np.int32, copy=False), self.whole(batch))
 
 
 class Engine(Protocol):

@@ -1,8 +1,11 @@
 """Flax models of any kind taken apart: parameters by path, other state by path, and their loss as a pure function."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
-from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.parallelize.linen import MappedAxes, takes_key
+from axonn_jax.tensor.params import Params, copied
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.own_tree import OwnTree
 
@@ -38,36 +42,93 @@ class LossResult(NamedTuple):
     """State and parameters that the call has written, by name."""
 
 
-class Apart(Protocol):
-    """A model taken apart, and its loss on some rows."""
+class Apart(ABC):
+    """A model taken apart, and its loss on some rows.
 
-    params: Params
-    """Float32 parameters that are trained, by path."""
-    specs: Specs
-    dtypes: dict[str, Any]
-    """Dtype of each parameter and of other state, as the model had it."""
-    carried: Params
-    """State that is not trained and that calls may change, by path."""
+    Args:
+        arrays: Parameters and state on the mesh, by path.
+        trained: Names of those that are trained.
+        loss: The loss.
+        compute: Dtype of the computation wherever the model names none; None leaves it to the model.
+        mesh: Mesh of the parameters.
+        whole_state: True if every device gets all of the state; else it stays where it lies.
+    """
+
     kernels: tuple[str, ...]
     """Names of the kernels of layers that have a sharded form, tables of embeddings left out."""
-    split: bool
-    """True if layers may have a sharded form; else parameters are gathered where the loss uses them."""
-    draws: bool
-    """True if the loss draws random numbers."""
     tree: OwnTree
     """The parameters' own tree."""
+    streamed = False
+    """True if the model has random streams of its own."""
+
+    def __init__(
+        self, arrays: Params, trained: Collection[str], loss: Loss, compute: Any, mesh: Mesh, *, whole_state: bool
+    ):
+        self.params = {name: value.astype(jnp.float32) for name, value in arrays.items() if name in trained}
+        """Float32 parameters that are trained, by path."""
+        self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
+        self.dtypes: dict[str, Any] = {name: value.dtype for name, value in arrays.items()}
+        """Dtype of each parameter and of other state, as the model had it."""
+        state = {
+            n: (value, P() if whole_state else spec_of_value(value)) for n, value in arrays.items() if n not in trained
+        }
+        self.carried = {name: copied(value, NamedSharding(mesh, spec)) for name, (value, spec) in state.items()}
+        """State that is not trained and that calls may change, by path."""
+        self.compute, self.one_device_each = compute, one_device_each(mesh)
+        self._use(loss)
+
+    def _use(self, loss: Loss) -> None:
+        self.loss, self.keyed, self._axes = loss, takes_key(loss), MappedAxes()
+
+    @property
+    def draws(self) -> bool:
+        """True if the loss draws random numbers."""
+        return self.streamed or self.keyed
+
+    @property
+    def split(self) -> bool:
+        """True if layers may have a sharded form; else parameters are gathered where the loss uses them."""
+        return True
 
     def exact(self) -> "Apart":
         """Return the model with its loss in float32 wherever it names no dtype."""
+        own = copy(self)
+        own.compute = None
+        return own
 
     def with_loss(self, loss: Loss) -> "Apart":
         """Return the model with another loss."""
+        own = copy(self)
+        own._use(loss)
+        return own
 
     def run(
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
     ) -> LossResult:
         """Return the loss of some rows; `key` seeds random streams."""
+        return self._axes.call(partial(self.called, params, carried, key, rows, training, way))  # type: ignore[no-any-return]
 
+    def result(self, loss: Loss, model: Any, rows: Any, key: Any) -> tuple[jax.Array, Any]:
+        """Return a loss of a model, float32, and its numbers.
+
+        An evaluation has the same key for all rows. Raises ``UserError`` for results that cannot be averaged.
+        """
+        result = loss(model, rows, *(((jax.random.key(0) if key is None else key),) if self.keyed else ()))
+        value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        accepted = "a function that returns a scalar, or (scalar, numbers)"
+        if not hasattr(value, "dtype") and not isinstance(value, float):
+            raise UserError("loss", f"a function that returns {type(value).__name__}", accepted)
+        if jnp.shape(value) != () or not is_float(value):
+            raise UserError("loss", f"{jnp.result_type(value)} of shape {jnp.shape(value)}", accepted)
+        return jnp.asarray(value, jnp.float32), aux
+
+    @abstractmethod
+    def called(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
+    ) -> LossResult:
+        """Return the loss of some rows, with the axes bound that it names."""
+
+    @abstractmethod
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
         """Return the model as the user handed it in, with these parameters and this state."""
 
@@ -93,22 +154,6 @@ def takes_batch(loss: Loss) -> bool:
             continue
         return True
     return False
-
-
-def keys(keyed: bool, key: Any) -> tuple[Any, ...]:
-    """Return the key of a loss that takes one; an evaluation has the same for all rows."""
-    return ((jax.random.key(0) if key is None else key),) if keyed else ()
-
-
-def checked(result: Any) -> tuple[jax.Array, Any]:
-    """Return a loss, float32, and its numbers; raises ``UserError`` for results that cannot be averaged."""
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    accepted = "a function that returns a scalar, or (scalar, numbers)"
-    if not hasattr(loss, "dtype") and not isinstance(loss, float):
-        raise UserError("loss", f"a function that returns {type(loss).__name__}", accepted)
-    if jnp.shape(loss) != () or not is_float(loss):
-        raise UserError("loss", f"{jnp.result_type(loss)} of shape {jnp.shape(loss)}", accepted)
-    return jnp.asarray(loss, jnp.float32), aux
 
 
 def check_real(name: str, value: Any) -> None:

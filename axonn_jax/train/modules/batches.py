@@ -17,45 +17,37 @@ from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.convolution import convolves
 from axonn_jax.tensor.params import copied
 from axonn_jax.tensor.specs import Replicated, is_replicated
+from axonn_jax.train.engines.engine import Batches
 from axonn_jax.train.modules.apart import ROW_AXES
 
 
-class TreeBatches:
+class TreeBatches(Batches):
     """Global batches: trees whose arrays have the same rows in front, but for those marked by `replicated`.
 
     A replica's part of a microbatch lies over `z` where its rows divide, else each device of `z` has all of it.
     """
 
     def __init__(self, grid: Grid, microbatches: int):
-        self.grid, self.microbatches = grid, microbatches
+        super().__init__(grid, microbatches)
         self._replicas = grid.shape.data
         apart = grid.mesh.local_mesh.shape["z"] < grid.shape.z
         self._parts = grid.shape.z if apart else 1
         """Devices of `z`, where a process has some of them only: rows then divide, as it has others than its peers."""
-        self._local: dict[int, list[int]] = {}
 
     @property
     def least(self) -> int:
         """Rows of the smallest global batch: one a replica and microbatch, or a part of `z` in another process."""
         return self._replicas * self.microbatches * self._parts
 
-    @property
-    def share(self) -> int:
-        """Rows of the smallest global batch that this process holds."""
-        return len(self.local(self.least))
-
-    def local(self, rows: int) -> list[int]:
-        """Return the numbers of the rows of a global batch that this process's devices hold, ascending."""
-        if rows % self.least or rows <= 0:
+    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:
+        """[microbatches, replicas, rows of a replica]."""
+        if global_batch % self.least or global_batch <= 0:
             z = f" * z = {self._parts} *" if self._parts > 1 else " ="
             accepted = f"a multiple of data * microbatches{z} {self._replicas} * {self.microbatches}"
-            raise UserError("global batch", rows, accepted)
-        if rows not in self._local:
-            numbers = self._numbers(rows)
-            here = self._sharding(numbers.shape[2]).addressable_devices_indices_map(numbers.shape).values()
-            own = {int(number) for index in here if index is not None for number in numbers[index].flat}
-            self._local[rows] = sorted(own)
-        return self._local[rows]
+            raise UserError("global batch", global_batch, accepted)
+        numbers = np.arange(global_batch).reshape(self.microbatches, self._replicas, -1)
+        over = ROW_AXES if numbers.shape[2] % self.grid.shape.z == 0 else None
+        return numbers, NamedSharding(self.grid.mesh, P(None, "data", over))
 
     def read(self, batch: Any, *, counts: bool = False) -> Any:
         """Return a batch as numpy's, or as it is on devices.
@@ -98,14 +90,25 @@ class TreeBatches:
 
     def shard(self, batch: Any) -> Any:
         """Return arrays [microbatches, replicas, rows, ...] on the mesh; replicated ones as they are."""
-        return self._placed(batch, self._split(batch))
+        have, share = self.rows(batch), self.share
+        if have % share:
+            raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
+        global_batch = have // share * self.least
+        numbers, layout = self.numbers(global_batch)
+
+        def placed(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                return jax.device_put(leaf.reshape(*numbers.shape, *leaf.shape[1:]), layout)
+            return self.placed(leaf, global_batch)
+
+        return self._each(batch, placed)
 
     def shard_ragged(self, batch: Any) -> Any:
         """Return arrays [1, 1, rows, ...], whole on every device."""
         everywhere = NamedSharding(self.grid.mesh, P())
-        return self._placed(batch, lambda leaf: copied(leaf[None, None], everywhere))
+        return self._each(batch, lambda leaf: copied(leaf[None, None], everywhere))
 
-    def _placed(self, batch: Any, place: Callable[[Any], Any]) -> Any:
+    def _each(self, batch: Any, place: Callable[[Any], Any]) -> Any:
         everywhere = NamedSharding(self.grid.mesh, P())
 
         def placed(leaf: Any) -> Any:
@@ -114,39 +117,6 @@ class TreeBatches:
             return place(leaf)
 
         return jax.tree.map(placed, batch, is_leaf=is_replicated)
-
-    def _split(self, batch: Any) -> Callable[[Any], Any]:
-        """Return a function that lays arrays with the rows of a batch out."""
-        have, share = self.rows(batch), self.share
-        if have % share:
-            raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
-        rows = have // share * self.least
-        position = {number: at for at, number in enumerate(self.local(rows))}
-        numbers = self._numbers(rows)
-        sharding = self._sharding(numbers.shape[2])
-
-        def placed(leaf: Any) -> Any:
-            if isinstance(leaf, jax.Array):
-                return jax.device_put(leaf.reshape(*numbers.shape, *leaf.shape[1:]), sharding)
-
-            def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                chosen = numbers[index[:3]]
-                at = np.asarray([position[int(number)] for number in chosen.flat])
-                return leaf[at].reshape(*chosen.shape, *leaf.shape[1:])  # type: ignore[no-any-return]
-
-            return jax.make_array_from_callback((*numbers.shape, *leaf.shape[1:]), sharding, shard)
-
-        return placed
-
-    def _numbers(self, rows: int) -> np.ndarray:
-        """Numbers of a global batch's rows, [microbatches, replicas, rows of a replica]."""
-        return np.arange(rows).reshape(self.microbatches, self._replicas, -1)
-
-    def _sharding(self, rows: int) -> NamedSharding:
-        """The layout of [microbatches, replicas, rows of a replica]."""
-        over = ROW_AXES if rows % self.grid.shape.z == 0 else None
-        return NamedSharding(self.grid.mesh, P(None, "data", over))
 
 
 def _without_rows(path: Any, marked: Replicated) -> Replicated:

@@ -64,8 +64,12 @@ def loss_job(
         model = parallelize(model, grid)
     if isinstance(model, nnx.Module):
         check_no_adapters(model)
-        _check_mesh(model, grid)
-        if grid.shape.devices > 1 and not any(hasattr(module, PLAN) for module in modules(model).values()):
+        plans = [getattr(module, PLAN) for module in modules(model).values() if hasattr(module, PLAN)]
+        for plan in plans:
+            if plan.mesh != grid.mesh:
+                lies = f"parallelized on a mesh of {dict(plan.mesh.shape)}"
+                raise UserError("model", lies, f"the grid's, {grid.shape}")
+        if grid.shape.devices > 1 and not plans:
             model = parallelize(model, grid)
         apart = ModuleApart(model, loss, wrt, compute, grid.mesh)
     else:
@@ -123,13 +127,6 @@ def loss_job(
 
 _HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
 """Settings that count for any model; the others of their tables are of the package's own layers."""
-
-
-def _check_mesh(model: nnx.Module, grid: Grid) -> None:
-    for module in modules(model).values():
-        plan = getattr(module, PLAN, None)
-        if plan is not None and plan.mesh != grid.mesh:
-            raise UserError("model", f"parallelized on a mesh of {dict(plan.mesh.shape)}", f"the grid's, {grid.shape}")
 
 
 def _check_tree(tree: Any) -> None:

@@ -1,14 +1,12 @@
 """An NNX module taken apart."""
 
 from collections.abc import Iterator, Mapping
-from copy import copy
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from axonn_jax.errors import UserError
@@ -16,9 +14,7 @@ from axonn_jax.models.sequential import seeded
 from axonn_jax.tensor.parallelize.api import as_flax, gather_spread, modules, with_row_axes
 from axonn_jax.tensor.parallelize.kinds import Kernel, describe
 from axonn_jax.tensor.parallelize.layouts import PLAN
-from axonn_jax.tensor.parallelize.linen import takes_key
-from axonn_jax.tensor.parallelize.mapped_axes import MappedAxes
-from axonn_jax.tensor.params import Params, copied
+from axonn_jax.tensor.params import Params
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
@@ -27,14 +23,10 @@ from axonn_jax.train.modules.apart import (
     LossResult,
     Way,
     check_real,
-    checked,
     in_dtype,
     is_float,
-    keys,
-    one_device_each,
-    spec_of_value,
 )
-from axonn_jax.train.modules.own_tree import OwnTree, StateTree
+from axonn_jax.train.modules.own_tree import StateTree
 
 
 class Emptied(NamedTuple):
@@ -48,8 +40,8 @@ class Emptied(NamedTuple):
     """Name of every array of the value."""
 
 
-class ModuleApart:
-    """An NNX module taken apart; `apart.Apart` describes the members.
+class ModuleApart(Apart):
+    """An NNX module taken apart.
 
     Args:
         model: The module, parallelized where the mesh has several devices.
@@ -60,8 +52,6 @@ class ModuleApart:
     """
 
     def __init__(self, model: nnx.Module, loss: Loss, wrt: Any, compute: Any, mesh: Mesh):
-        self._axes = MappedAxes()
-        self._loss, self._compute = loss, compute
         if any(isinstance(value, nnx.Intermediate) for _, value in nnx.iter_graph(model)):
             model = nnx.clone(model)
             nnx.pop(model, nnx.Intermediate)  # of calls before
@@ -80,53 +70,35 @@ class ModuleApart:
                     trained |= {name: (held.path, held.empty)} if is_float(value) else {}
             if isinstance(held.empty, nnx.Param):
                 frozen |= {name for name in values if is_float(arrays[name]) and name not in trained}
-        self.dtypes = {name: value.dtype for name, value in arrays.items()}
         self._frozen = frozen
         """Parameters that are not trained."""
-        self.params = {name: arrays[name].astype(jnp.float32) for name in trained}
-        self.specs = {name: spec_of_value(arrays[name]) for name in trained}
-        self.tree: OwnTree = StateTree(trained)
-        others = {name: value for name, value in arrays.items() if name not in trained}
-        self.carried = {name: copied(v, NamedSharding(mesh, spec_of_value(v))) for name, v in others.items()}
-        self.split, self._one_device_each = True, one_device_each(mesh)
-        self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
-        self.draws = self._streamed or self._keyed
-        members = modules(model).values()
-        inside = {id(variable) for module in members for variable in _cast_by_layer(module)}
-        kernels = {id(variable) for module in members for variable in _kernel(module)}
+        self.streamed = bool(jax.tree.leaves(self._streams))
+        self.tree = StateTree(trained)
+        super().__init__(arrays, trained, loss, compute, mesh, whole_state=False)
+        inside, kernels = set[int](), set[int]()
+        for module in modules(model).values():
+            described = describe(module)
+            if _plans_dtype(module):
+                inside |= {id(vars(module).get(name)) for name, _ in getattr(module, PLAN).specs}
+            if isinstance(described, Kernel) and not isinstance(module, nnx.Embed):
+                kernels.add(id(vars(module)[described.name]))
         paths = [(path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable)]
         self._in_layers = {_dotted(path) for path, value in paths if id(value) in inside}
         """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
         named = (_dotted(path) for path, value in paths if id(value) in kernels)
         self.kernels = tuple(name for name in named if name in self.params)
 
-    def exact(self) -> Apart:  # noqa: D102
-        own = copy(self)
-        own._compute = None
-        return own
-
-    def with_loss(self, loss: Loss) -> Apart:  # noqa: D102
-        own = copy(self)
-        own._loss, own._keyed, own._axes = loss, takes_key(loss), MappedAxes()
-        return own
-
-    def run(  # noqa: D102
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
-    ) -> LossResult:
-        called = partial(self._run, params, carried, key, rows, training, way)
-        return self._axes.call(called)  # type: ignore[no-any-return]
-
-    def _run(
+    def called(  # noqa: D102
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
     ) -> LossResult:
         own = {name: value.astype(self._dtype(name)) for name, value in params.items()}
         frozen = {name: carried[name].astype(self._dtype(name)) for name in self._frozen}
-        drawn = key is not None and self._streamed
+        drawn = key is not None and self.streamed
         streams = seeded(self._streams, key) if drawn else self._streams
         model = self._merged({**carried, **frozen, **own}, streams)
         if not training:
             model.eval()
-        if way == "xla" or (way == "parts" and self._one_device_each):
+        if way == "xla" or (way == "parts" and self.one_device_each):
             as_flax(model)
         else:
             gather_spread(model)
@@ -134,12 +106,12 @@ class ModuleApart:
                 with_row_axes(model, ROW_AXES)
         for module in modules(model).values():
             each: Any = module
-            if self._compute is not None and _plans_dtype(each) and each.dtype is None:
-                each.dtype = self._compute
+            if self.compute is not None and _plans_dtype(each) and each.dtype is None:
+                each.dtype = self.compute
             if isinstance(each, nnx.BatchNorm):  # the statistics are those of all replicas
                 each.axis_name = REPLICAS if way == "parts" else None
         before = self._values(model)
-        loss, aux = checked(self._loss(model, rows, *keys(self._keyed, key)))
+        loss, aux = self.result(self.loss, model, rows, key)
         given = {**carried, **params}
         after = {name: value for name, value in self._values(model).items() if value is not before[name]}
         return LossResult(loss, aux, {name: _as_before(name, after[name], given[name]) for name in sorted(after)})
@@ -149,7 +121,7 @@ class ModuleApart:
         return self._merged({**carried, **own}, self._streams)
 
     def _dtype(self, name: str) -> Any:
-        return self.dtypes[name] if self._compute is None or name in self._in_layers else self._compute
+        return self.dtypes[name] if self.compute is None or name in self._in_layers else self.compute
 
     def _merged(self, values: Params, streams: Any) -> nnx.Module:
         keys = {name: jax.random.wrap_key_data(values[name], impl=impl) for name, impl in self._impls.items()}
@@ -218,14 +190,3 @@ def _plans_dtype(module: Any) -> bool:
     """True if a layer is split, and casts its parameters to a dtype of its own."""
     plan = getattr(module, PLAN, None)
     return plan is not None and plan.sharded and hasattr(module, "dtype")
-
-
-def _kernel(module: Any) -> list[Any]:
-    """Return the kernel of a layer that has a sharded form; empty for an embedding or another module."""
-    described = describe(module)
-    return [vars(module)[described.name]] if isinstance(described, Kernel) and not isinstance(module, nnx.Embed) else []
-
-
-def _cast_by_layer(module: Any) -> list[Any]:
-    """Return the variables that a split layer casts by itself."""
-    return [vars(module).get(name) for name, _ in getattr(module, PLAN).specs] if _plans_dtype(module) else []

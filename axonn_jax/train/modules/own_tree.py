@@ -1,7 +1,7 @@
 """Parameters for an optimizer in the tree that Flax gives it, in place of a dict by name: masks and labels go by it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
@@ -11,36 +11,26 @@ Named = Mapping[str, Any]
 """Values by a parameter's dotted path."""
 
 
-class OwnTree(Protocol):
-    """Tree of parameters, of all or of some."""
-
-    def made(self, named: Named, *, first: bool = False) -> Any:
-        """Return the tree of these values; `first` as for an optimizer's `init`."""
-
-    def holds(self, node: Any) -> bool:
-        """True if a node of an optax state is such a tree."""
-
-    def named(self, node: Any) -> dict[str, Any]:
-        """Return a tree's values by name; those left out by a mask are `optax.MaskedNode`."""
-
-
 class StateTree:
     """`nnx.State` of a module's parameters, as `nnx.Optimizer` gives it: of Variables to `init`, then of arrays."""
 
     def __init__(self, variables: Mapping[str, tuple[Sequence[Any], nnx.Variable[Any]]]):
         self._variables = variables
 
-    def made(self, named: Named, *, first: bool = False) -> nnx.State[Any, Any]:  # noqa: D102
+    def made(self, named: Named, *, first: bool = False) -> nnx.State[Any, Any]:
+        """Return the tree of these values; `first` as for an optimizer's `init`."""
         leaves: Any = []
         for name, value in named.items():
             path, variable = self._variables.get(name, ((name,), nnx.Param(None)))  # else of a probe of the optimizer
             leaves.append((path, variable.replace(value) if first else value))
         return nnx.from_flat_state(leaves)
 
-    def holds(self, node: Any) -> bool:  # noqa: D102
+    def holds(self, node: Any) -> bool:
+        """True if a node of an optax state is such a tree."""
         return isinstance(node, nnx.State)
 
-    def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
+    def named(self, node: Any) -> dict[str, Any]:
+        """Return a tree's values by name; those left out by a mask are `optax.MaskedNode`."""
         return dict(_leaves(node, ()))
 
 
@@ -81,6 +71,10 @@ class GivenTree:
     def named(self, node: Any) -> dict[str, Any]:  # noqa: D102
         values = dict(zip(self._leaves, self._tree.flatten_up_to(node), strict=True))
         return {name: value for name, value in values.items() if name in self._names}
+
+
+OwnTree = StateTree | GivenTree
+"""Tree of parameters, of all or of some."""
 
 
 def in_own_tree(tx: optax.GradientTransformation, tree: OwnTree) -> optax.GradientTransformationExtraArgs:

@@ -1,6 +1,6 @@
 """Results of two computations of one loss, compared: random numbers alike, weights moved, gradients by few sums."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -66,8 +66,10 @@ def at_points(run: Callable[[Params], Any], params: Params, mesh: Mesh, noise: f
     """Return the results with the weights, and with weights moved, on the host."""
     named: dict[Name, Any] = {}
     for weights, (relative, absolute) in _POINTS.items():
-        (loss, *trees), grads = run(moved(params, relative + noise, absolute))
-        trees.append(sketches(grads, mesh))
+        near = {n: _moved(value, _signs(value.shape), relative + noise, absolute) for n, value in params.items()}
+        (loss, *trees), grads = run(near)
+        whole = NamedSharding(mesh, P())  # of equal gradients the sums are equal, in every layout
+        trees.append({name: _sketch(value, _signs(value.shape), whole) for name, value in grads.items()})
         named[Name(weights, _KINDS[0])] = loss
         for kind, tree in zip(_KINDS[1:], trees, strict=True):
             for path, value in tree_leaves_with_path(tree):
@@ -133,21 +135,9 @@ def constant_key() -> jax.Array:
     return jax.random.key(0, impl=_CONSTANT)
 
 
-def moved(params: Params, relative: float, absolute: float) -> Params:
-    """Return parameters with noise of a part of their root mean square and of an absolute size.
-
-    The noise is the same in every layout.
-    """
-    return {name: _moved(value, _signs(value.shape), relative, absolute) for name, value in params.items()}
-
-
-def sketches(grads: Mapping[str, jax.Array], mesh: Mesh) -> Params:
-    """Return sums of each gradient's entries on a mesh, each with a sign, [8]: equal gradients have equal sums."""
-    return {name: _sketch(value, _signs(value.shape), NamedSharding(mesh, P())) for name, value in grads.items()}
-
-
 @jax.jit
 def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: float) -> jax.Array:
+    """Return a parameter with noise of a part of its root mean square and of a size, the same in every layout."""
     noise = jnp.ones(_SUMS)
     for each in signs:
         noise = noise[..., None, :] * each
@@ -157,6 +147,7 @@ def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: 
 
 @partial(jax.jit, static_argnums=2)
 def _sketch(value: jax.Array, signs: list[jax.Array], layout: NamedSharding) -> jax.Array:
+    """Return sums of a gradient's entries, each with a sign, [8]."""
     value = value[..., None]
     for each in reversed(signs):
         value = jnp.sum(value * each, -2)

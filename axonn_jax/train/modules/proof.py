@@ -153,7 +153,6 @@ class Proof:
     def _alone(self, params: Params, carried: Params, batch: Any) -> tuple[Run, Any]:
         """Return the results of one device, and the rows, of a batch that is too large the first of every part."""
         device = self._mesh.local_devices[0]
-        layouts = {name: NamedSharding(self._mesh, spec) for name, spec in self._program.parts.specs.items()}
         batch = self._batches.first(batch, self._share)
         rest = jax.device_put((carried, values_of(batch)), device)
         if (form := str(jax.tree.map(jnp.shape, rest))) not in self._compiled:
@@ -168,7 +167,7 @@ class Proof:
         def run(params: Params) -> Any:
             with without_mesh():
                 results, grads = self._compiled[form](jax.device_put(params, device), *rest)
-            return results, jax.device_put(grads, layouts)
+            return results, jax.device_put(grads, self._program.shardings())
 
         return partial(at_points, run, params, self._mesh), batch
 
@@ -202,8 +201,8 @@ class Proof:
 
         form = (way, batches.microbatches)
         if form not in self._compiled:
-            layouts = {name: NamedSharding(self._mesh, spec) for name, spec in program.parts.specs.items()}
-            self._compiled[form] = jitted(run, out_shardings=(NamedSharding(self._mesh, P()), layouts))
+            layouts = (NamedSharding(self._mesh, P()), program.shardings())
+            self._compiled[form] = jitted(run, out_shardings=layouts)
         rest = (carried, batches.shard(batch))
         return partial(at_points, lambda params: self._compiled[form](params, *rest), params, self._mesh)
 
