@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from axonn_jax.adapters.layers import lora
     from axonn_jax.data.goldfish import goldfish
     from axonn_jax.data.loader import Loader
-    from axonn_jax.distributed.bounded import in_flight
+    from axonn_jax.distributed.bounded import InFlight as in_flight
     from axonn_jax.distributed.initialize import init
     from axonn_jax.errors import UserError
     from axonn_jax.experts.shape import MoeConfig

@@ -18,7 +18,7 @@ from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli_args import Arg, NotNegative
-from axonn_jax.distributed.launch import MET
+from axonn_jax.distributed.processes import MET
 from axonn_jax.documents import Held, held, own_file
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axonn_jax.distributed.launch import Explicit, World, binding_notice, detect, first_slurm_host, slurm_notice
+from axonn_jax.distributed.processes import Explicit, World, binding_notice, detect, first_slurm_host, slurm_notice
 from axonn_jax.errors import UserError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}

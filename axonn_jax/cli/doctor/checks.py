@@ -36,7 +36,7 @@ from axonn_jax.distributed.gpu_limits import (
     pinned_limit,
 )
 from axonn_jax.distributed.gpus import idle, shares
-from axonn_jax.distributed.launch import SLURM_STEP
+from axonn_jax.distributed.processes import SLURM_STEP
 from axonn_jax.errors import UserError
 
 _FAILS = {

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from axonn_jax.cli.doctor.probes import Row, installed, pip_command, probe, python, setup_command, which
-from axonn_jax.distributed.launch import SLURM_STEP
 from axonn_jax.distributed.network import exposed
+from axonn_jax.distributed.processes import SLURM_STEP
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
 _LIBRARY = """

@@ -81,14 +81,17 @@ def detect(
         return _from_explicit(explicit)
     given = [name for name in _JAX if environ.get(name)]
     if len(given) == len(_JAX):
-        return _from_variables(environ)
-    coordinator = environ.get(_JAX[0], "")
+        rank, size = _place(environ, _JAX[2], _JAX[1])
+        return replace(_from_explicit(Explicit(environ[_JAX[0]], size, rank)), source="JAX variables")
     missing = [name for name in SLURM_STEP if not environ.get(name)]
+    found = None
     if announced is not None:
-        _check_rank(environ, _MPI[announced], announced)
-        return _at(coordinator, _from_mpi(environ, announced, mpi()))
-    if not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
-        return _at(coordinator, _from_slurm(environ))
+        _place(environ, _MPI[announced], announced)
+        found = _from_mpi(environ, announced, mpi())
+    elif not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
+        found = _from_slurm(environ)
+    if found is not None:
+        return replace(found, coordinator=environ.get(_JAX[0]) or found.coordinator)
     if given:
         absent = ", ".join(name for name in _JAX if name not in given)
         raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")
@@ -106,28 +109,16 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
     if re.fullmatch(r"[0-9]{1,10}", text) and least <= int(text) <= _LARGEST:
         return int(text)
     shown = text if len(text) <= 40 else f"{text[:40]}..."
-    raise UserError(
-        name, shown, f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
-    )
+    accepted = f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
+    raise UserError(name, shown, accepted)
 
 
-def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
-    """Return the launcher's rank; ``UserError`` for a rank outside of the number of processes."""
+def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
+    """Return the launcher's rank and number of processes; ``UserError`` for a rank outside of them."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
-    return rank
-
-
-def _from_variables(environ: Mapping[str, str]) -> World:
-    size = number(environ, _JAX[1], 1) or 1
-    rank = _check_rank(environ, _JAX[2], _JAX[1])
-    return replace(_from_explicit(Explicit(environ[_JAX[0]], size, rank)), source="JAX variables")
-
-
-def _at(coordinator: str, world: World) -> World:
-    """Return a world that meets at the address in jax's own variable, if set."""
-    return replace(world, coordinator=coordinator) if coordinator else world
+    return rank, size
 
 
 def _from_explicit(explicit: Explicit) -> World:
@@ -137,26 +128,17 @@ def _from_explicit(explicit: Explicit) -> World:
         raise UserError("process_id", explicit.process_id, f"0 to num_processes - 1 = {explicit.num_processes - 1}")
     if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", explicit.coordinator):
         raise UserError("coordinator", explicit.coordinator, "host:port of process 0")
-    local = explicit.coordinator.startswith(("127.", "localhost:", "[::1]"))
-    return World(
-        explicit.process_id,
-        explicit.num_processes,
-        1 if local else explicit.num_processes,
-        explicit.coordinator,
-        "explicit arguments",
-        f"coordinator {explicit.coordinator}",
-    )
+    rank, size, at = explicit.process_id, explicit.num_processes, explicit.coordinator
+    hosts = 1 if at.startswith(("127.", "localhost:", "[::1]")) else size
+    return World(rank, size, hosts, at, "explicit arguments", f"coordinator {at}")
 
 
 def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World:
     size = number(environ, announced)
     if world.size != size:
-        raise UserError(
-            announced,
-            size,
-            f"the number of processes mpi4py sees, which is {world.size} ({world.why}): mpi4py must use the "
-            "MPI that mpirun belongs to; `axonn-jax doctor` shows both",
-        )
+        sees = f"the number of processes mpi4py sees, which is {world.size} ({world.why})"
+        accepted = f"{sees}: mpi4py must use the MPI that mpirun belongs to; `axonn-jax doctor` shows both"
+        raise UserError(announced, size, accepted)
     why = f"{announced}={size} and mpi4py ({world.why}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
         why += "; Slurm variables describe mpirun's shell and are ignored"
@@ -169,8 +151,7 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
     Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
     """
     used: AbstractSet[int] = frozenset[int]().union(*bound)
-    idle = len(used) < len(offered)
-    if not idle or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
+    if len(used) >= len(offered) or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
         return ""
     return (
         f"warning: mpirun bound the {len(bound)} processes of this host to {len(used)} of its {len(offered)} cores; "
@@ -195,27 +176,17 @@ def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
 def _from_slurm(environ: Mapping[str, str]) -> World:
     if components := environ.get("SLURM_HET_SIZE"):
         raise UserError("SLURM_HET_SIZE", components, "no such variable: a job of one component")
-    size = number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1
+    size = number(environ, "SLURM_STEP_NUM_TASKS", 1)
     if number(environ, "SLURM_NTASKS", 1) not in (None, size):
-        raise UserError(
-            "SLURM_STEP_NUM_TASKS",
-            size,
-            f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n",
-        )
-    rank = _check_rank(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    nodes = environ["SLURM_STEP_NODELIST"]
+        accepted = f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n"
+        raise UserError("SLURM_STEP_NUM_TASKS", size, accepted)
+    rank, size = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    step, nodes = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", environ["SLURM_STEP_NODELIST"]
     hosts = number(environ, "SLURM_STEP_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
     # The same port on every task without a message: from job and step, in the dynamic range.
-    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode(errors="replace")) % 16384
-    return World(
-        rank,
-        size,
-        hosts,
-        f"{host}:{port}",
-        "Slurm",
-        f"step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} has {size} tasks on {nodes}",
-    )
+    port = 49152 + zlib.crc32(step.encode(errors="replace")) % 16384
+    return World(rank, size, hosts, f"{host}:{port}", "Slurm", f"step {step} has {size} tasks on {nodes}")
 
 
 def first_slurm_host(nodelist: str) -> str:
