@@ -3,13 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import read_json, replace_whole
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import NOT_GIVEN, UserError, refused
 from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun
 from axonn_jax.terminal import say
 
@@ -96,26 +95,13 @@ def samples_of(entries: Sequence[Entry]) -> Counter[tuple[str, str, str]]:
 def write(path: Path, entries: Sequence[Entry], field: str) -> None:
     """Write a file of ParEval's, whole or not at all; raises ``UserError`` where that is not possible."""
     raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
-    with written(path, field):
+    with refused(field, path, "a file that can be written"):
         replace_whole(path, raw)
 
 
-@contextmanager
-def written(path: Path, field: str) -> Iterator[None]:
-    """Raise ``UserError`` in the place of an ``OSError`` from writing a file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(field, str(path), f"a file that can be written; {error.strerror}") from None
-
-
 def _read(path: Path, field: str, kind: str) -> list[Entry]:
-    try:
+    with refused(field, path, f"a file of {kind}, JSON"):
         value = read_json(path, _MOST_BYTES)
-    except OSError as error:
-        raise UserError(field, str(path), f"a file of {kind}, JSON; {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(field, str(path), f"a file of {kind}, JSON; {error}") from None
     if not isinstance(value, list) or not value:
         raise UserError(field, str(path), f"{kind}: a list with an object for each problem")
     for at, entry in enumerate(value):
@@ -148,9 +134,8 @@ class _Results:
         samples: dict[tuple[str, str, str], list[Sample]] = {}
         for at, entry in entries.items():
             own = samples.setdefault(_problem(entry), [])
-            own += (
-                self._sample(f"[{at}].outputs[{place}]", place, output) for place, output in enumerate(entry["outputs"])
-            )
+            for place, output in enumerate(entry["outputs"]):
+                own.append(self._sample(f"[{at}].outputs[{place}]", place, output))
         return [Judged(*problem, tuple(own)) for problem, own in samples.items()]
 
     def _sample(self, where: str, place: int, output: Mapping[str, Any]) -> Sample:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import open_regular, parse_json, replace_whole
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, refused
 from axonn_jax.evaluate.build import Builder, hand_over
-from axonn_jax.evaluate.formats import written
 from axonn_jax.evaluate.sandbox import Limits
 from axonn_jax.evaluate.sandbox import run as run_under
 from axonn_jax.evaluate.suite import MODELS, Problem
@@ -23,6 +22,7 @@ _A_THREAD = 160 << 20
 """Address space of a thread: its stack and its part of the heap."""
 _NEEDED = {"serial": "", "omp": "#pragma omp"}
 _SEED = 1
+_WRITABLE = "a file that can be written"
 _SECONDS = re.compile(r"[0-9]{1,9}\.[0-9]{9}")
 """A time as the driver writes it: a sample may write others to the same descriptor."""
 
@@ -139,7 +139,7 @@ def judged_before(
     """
     head, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
     results: list[dict[str, Any]] = []
-    with written(path, "--out"):
+    with refused("--out", path, _WRITABLE):
         with suppress(FileNotFoundError, ValueError), open_regular(path) as made:
             raw = made.read()
         first, *lines = raw.split(b"\n")[:-1] or [b""]  # a stop may have cut the last line
@@ -152,7 +152,7 @@ def judged_before(
             replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
 
     def add(result: dict[str, Any]) -> None:
-        with written(path, "--out"):
+        with refused("--out", path, _WRITABLE):
             if not results:
                 replace_whole(path, head + b"\n")
             with path.open("a", encoding="ascii") as file:

@@ -19,8 +19,9 @@ from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import live
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule
 from axonn_jax.tensor.loss import masked
-from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import gather_weights
 
 NO_TOKEN = -2
 """Token id of a decode for an ended slot; -1 is a token from logits that are not finite."""
@@ -261,3 +262,18 @@ def _any(here: jax.Array) -> jax.Array:
 def _gathered(x: jax.Array, dim: int) -> jax.Array:
     over = live(BATCH_AXES)
     return x if not over else lax.all_gather(x, over, axis=dim, tiled=True)
+
+
+def logits(parts: SplitModule, mesh: Mesh, params: Params, tokens: jax.Array) -> jax.Array:
+    """Float32 logits [sequences, seq, vocab] of [sequences, seq] tokens, laid out over `data`, `z` and `y`.
+
+    All at once: the reference for generation with a cache.
+    """
+
+    def local(params: Params, tokens: jax.Array) -> jax.Array:
+        model: Any = parts.merge(params)
+        dtype = jnp.dtype("float32")
+        return gather_weights(model, dtype, skip=model.layer_list)(tokens, dtype=dtype)  # type: ignore[no-any-return]
+
+    region = shard_mapped(local, mesh, (parts.specs, P(BATCH_AXES)), P(BATCH_AXES, None, "y"))
+    return region(params, tokens)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from axonn_jax import compat
 from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
-from axonn_jax.channels.choose import choose
+from axonn_jax.channels import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.distributed.initialize import describe, start
