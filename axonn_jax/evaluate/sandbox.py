@@ -61,11 +61,8 @@ def check_sandbox(*, as_root: bool) -> None:
     limits = Limits(seconds=30.0, memory=1 << 30)
     ended = run([shutil.which("true") or "/bin/true"], Path("/"), limits, filtered=True, as_root=as_root)
     if ended.status:
-        raise UserError("--execute", True, f"a system whose programs start in the sandbox; `true`: {_shown(ended)}")
-
-
-def _shown(ended: Ended) -> str:
-    return " ".join(f"{ended.stopped} {ended.errors}".split()) or f"status {ended.status}"
+        why = " ".join(f"{ended.stopped} {ended.errors}".split()) or f"status {ended.status}"
+        raise UserError("--execute", True, f"a system whose programs start in the sandbox; `true`: {why}")
 
 
 def run(
