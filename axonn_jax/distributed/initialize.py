@@ -19,7 +19,7 @@ from axonn_jax.distributed import gpus
 from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, meeting_place, world_comm
 from axonn_jax.distributed.network import listen_at, offer
-from axonn_jax.distributed.processes import MET, Explicit, World, detect, slurm_notice
+from axonn_jax.distributed.processes import MET, World, detect, explicit_world, slurm_notice
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
 
@@ -50,7 +50,7 @@ def init(
     """
     given, explicit = (coordinator, num_processes, process_id), None
     if coordinator is not None and num_processes is not None and process_id is not None:
-        explicit = Explicit(coordinator, num_processes, process_id)
+        explicit = explicit_world(coordinator, num_processes, process_id)
     elif any(value is not None for value in given):
         raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
     world, grid = start(GridShape(pipe, data, z, y, x, expert=expert), explicit)
@@ -64,7 +64,7 @@ def describe(world: World, grid: Grid) -> str:
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}){MET}{grid.shape}"
 
 
-def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
+def start(shape: GridShape, explicit: World | None = None, settings: str = "") -> tuple[World, Grid]:
     """Start the run's processes like `init`, without printing; without a pipeline `jax.set_mesh` sets the grid's mesh.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:

@@ -52,17 +52,8 @@ class World:
         return f"{processes}, by {self.source}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Explicit:
-    """Processes named by the caller."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-
-
 def detect(
-    environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None, joined: World | None = None
+    environ: Mapping[str, str], mpi: Callable[[], World], explicit: World | None = None, joined: World | None = None
 ) -> World:
     """Decide which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
 
@@ -76,13 +67,13 @@ def detect(
         if announced is not None and number(environ, announced) != joined.size:
             accepted = f"the {joined.size} processes that jax.distributed was initialised with"
             raise UserError(announced, environ[announced], accepted)
-        return joined if explicit is None else replace(_from_explicit(explicit), hosts=joined.hosts)
+        return joined if explicit is None else replace(explicit, hosts=joined.hosts)
     if explicit is not None:
-        return _from_explicit(explicit)
+        return explicit
     given = [name for name in _JAX if environ.get(name)]
     if len(given) == len(_JAX):
         rank, size = _place(environ, _JAX[2], _JAX[1])
-        return replace(_from_explicit(Explicit(environ[_JAX[0]], size, rank)), source="JAX variables")
+        return replace(explicit_world(environ[_JAX[0]], size, rank), source="JAX variables")
     missing = [name for name in SLURM_STEP if not environ.get(name)]
     found = None
     if announced is not None:
@@ -121,16 +112,16 @@ def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
     return rank, size
 
 
-def _from_explicit(explicit: Explicit) -> World:
-    if explicit.num_processes < 1:
-        raise UserError("num_processes", explicit.num_processes, "an integer of at least 1")
-    if not 0 <= explicit.process_id < explicit.num_processes:
-        raise UserError("process_id", explicit.process_id, f"0 to num_processes - 1 = {explicit.num_processes - 1}")
-    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", explicit.coordinator):
-        raise UserError("coordinator", explicit.coordinator, "host:port of process 0")
-    rank, size, at = explicit.process_id, explicit.num_processes, explicit.coordinator
-    hosts = 1 if at.startswith(("127.", "localhost:", "[::1]")) else size
-    return World(rank, size, hosts, at, "explicit arguments", f"coordinator {at}")
+def explicit_world(coordinator: str, num_processes: int, process_id: int) -> World:
+    """Return the world of processes named by the caller; ``UserError`` for numbers or an address of no use."""
+    if num_processes < 1:
+        raise UserError("num_processes", num_processes, "an integer of at least 1")
+    if not 0 <= process_id < num_processes:
+        raise UserError("process_id", process_id, f"0 to num_processes - 1 = {num_processes - 1}")
+    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", coordinator):
+        raise UserError("coordinator", coordinator, "host:port of process 0")
+    hosts = 1 if coordinator.startswith(("127.", "localhost:", "[::1]")) else num_processes
+    return World(process_id, num_processes, hosts, coordinator, "explicit arguments", f"coordinator {coordinator}")
 
 
 def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.errors import UserError, integer
-from axonn_jax.inference.select import middle, ordered
+from axonn_jax.inference.select import bisected, ordered
 from axonn_jax.options import Range
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
 from axonn_jax.tensor.loss import VOCAB_AXIS
@@ -177,15 +177,11 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
     places, weights = ordered(logits), jnp.exp(logits - top)
     enough = p * all_reduce(jnp.sum(weights, -1, keepdims=True), VOCAB_AXIS)
 
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # at `high` less than p lies above, at `low` more
-        between = middle(low, high)
-        above = all_reduce(jnp.sum(jnp.where(places > between, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
-        fits = above < enough
-        return jnp.where(fits, low, between), jnp.where(fits, between, high)
+    def has_more_above(place: jax.Array) -> jax.Array:
+        above = all_reduce(jnp.sum(jnp.where(places > place, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
+        return ~(above < enough)
 
-    lowest = jnp.full(top.shape, -(2**31), jnp.int32)
-    return lax.fori_loop(0, 32, halve, (lowest, ordered(top)))[1]
+    return bisected(jnp.full(top.shape, -(2**31), jnp.int32), ordered(top), has_more_above)[1]
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
