@@ -32,6 +32,7 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
+from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.version import __version__
@@ -209,10 +210,8 @@ def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def _put(path: Path, raw: bytes) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(raw)
+    flush(path)
 
 
 def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:

@@ -146,7 +146,10 @@ def _mean(values: Iterable[float | None]) -> float:
 
 def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
     number = len(problem.samples)
-    speedups = [_speedup(sample, problem.sequential, resources) for sample in problem.samples]
+    speedups = []
+    for sample in problem.samples:
+        times = [run.seconds for run in sample.runs if run.resources == resources and run.seconds is not None]
+        speedups.append(problem.sequential / max(min(times), _LEAST_S) if sample.correct and times else 0.0)
     speedup = best_of_k(speedups, k)
     return {
         "build": pass_at_k(number, sum(sample.built for sample in problem.samples), k),
@@ -154,11 +157,6 @@ def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None
         "speedup": speedup,
         "efficiency": speedup / resources,
     }
-
-
-def _speedup(sample: Sample, sequential: float, resources: int) -> float:
-    times = [run.seconds for run in sample.runs if run.resources == resources and run.seconds is not None]
-    return sequential / max(min(times), _LEAST_S) if sample.correct and times else 0.0
 
 
 def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]:

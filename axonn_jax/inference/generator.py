@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import (
@@ -68,7 +68,7 @@ class Generator:
         slots: int = 8,
         length: int | None = None,
         dtype: Any = None,
-        attention: CachedAttention | None = None,
+        attention: FullAttention | None = None,
         extras: Sequence[Any] | None = None,
         stops: Sequence[int] | None = None,
         limit: int | None = None,

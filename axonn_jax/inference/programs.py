@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.inference.attend import CachedAttention, Seen, attend_chunk
+from axonn_jax.inference.attend import FullAttention, Seen, attend_chunk
 from axonn_jax.inference.cache import LayerCache, insert, positions, tokens_to_write
 from axonn_jax.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 from axonn_jax.tensor.attention import causal_attention
@@ -74,7 +74,7 @@ class Programs:
     """
 
     def __init__(
-        self, parts: SplitModule, mesh: Mesh, attention: CachedAttention, dtype: Any, stops: tuple[int, ...], limit: int
+        self, parts: SplitModule, mesh: Mesh, attention: FullAttention, dtype: Any, stops: tuple[int, ...], limit: int
     ):
         self.parts, self.mesh, self.attention, self.dtype = parts, mesh, attention, jnp.dtype(dtype)
         self.stops, self._limit = stops, limit
@@ -145,7 +145,9 @@ class Programs:
             slots = slots._replace(left=jnp.where(ended, 0, slots.left))
             if slots.seen is not None:
                 slots = slots._replace(seen=mark_seen(slots.seen, chosen[:, None], active[:, None]))
-            return at + 1, caches, slots, drawn, scores, _any(slots.left > 0)
+            busy, over = slots.left > 0, live(BATCH_AXES)
+            goes_on = lax.psum(jnp.sum(busy, dtype=jnp.int32), over) > 0 if over else jnp.any(busy)
+            return at + 1, caches, slots, drawn, scores, goes_on
 
         rows = slots.last.shape[0]
         drawn, scores = jnp.full((steps, rows), NO_TOKEN, jnp.int32), jnp.zeros((steps, rows), jnp.float32)
@@ -251,12 +253,6 @@ def _copied(params: Any, extras: Any, caches: list[LayerCache], copy: Copy) -> t
         return lax.dynamic_update_slice_in_dim(array, row, copy.target[0], 0)
 
     return ([tuple(one(array) for array in arrays) for arrays in caches],)
-
-
-def _any(here: jax.Array) -> jax.Array:
-    """Return True if `here` is true on any device along `data`."""
-    over = live(BATCH_AXES)
-    return jnp.any(here) if not over else lax.psum(jnp.sum(here, dtype=jnp.int32), over) > 0
 
 
 def _gathered(x: jax.Array, dim: int) -> jax.Array:
