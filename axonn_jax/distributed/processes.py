@@ -75,14 +75,14 @@ def detect(
         rank, size = _place(environ, _JAX[2], _JAX[1])
         return replace(explicit_world(environ[_JAX[0]], size, rank), source="JAX variables")
     missing = [name for name in SLURM_STEP if not environ.get(name)]
-    found = None
+    world = None
     if announced is not None:
         _place(environ, _MPI[announced], announced)
-        found = _from_mpi(environ, announced, mpi())
+        world = _from_mpi(environ, announced, mpi())
     elif not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
-        found = _from_slurm(environ)
-    if found is not None:
-        return replace(found, coordinator=environ.get(_JAX[0]) or found.coordinator)
+        world = _from_slurm(environ)
+    if world is not None:
+        return replace(world, coordinator=environ.get(_JAX[0]) or world.coordinator)
     if given:
         absent = ", ".join(name for name in _JAX if name not in given)
         raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,10 @@ def threads_of(model: str) -> list[int]:
 
 
 class Judge:
-    """Builds and runs the samples of a suite; closed by the end of its `with`."""
+    """Builds and runs the samples of a suite under limits; closed by the end of its `with`."""
 
-    def __init__(self, builder: Builder, empty: Path, *, seconds: float, memory: int, as_root: bool):
-        self._builder, self._empty = builder, empty
-        self._seconds, self._memory, self._as_root = seconds, memory, as_root
+    def __init__(self, builder: Builder, empty: Path, limits: Limits):
+        self._builder, self._empty, self.limits = builder, empty, limits
         self._references: dict[tuple[str, str], float] = {}
 
     def output(self, problem: Problem, model: str, prompt: str, text: str) -> dict[str, Any]:
@@ -86,9 +86,9 @@ class Judge:
         self._references[problem.name, model] = done["best_sequential_runtime"]
 
     def _run(self, program: Path, problem: Problem, threads: int) -> dict[str, Any]:
-        limits = Limits(self._seconds, self._memory + threads * _A_THREAD, threads)
+        limits = replace(self.limits, memory=self.limits.memory + threads * _A_THREAD, threads=threads)
         command, environ = [str(program), str(problem.size), str(_SEED)], {"OMP_NUM_THREADS": str(threads)}
-        ended = run_under(command, self._empty, limits, filtered=True, as_root=self._as_root, environ=environ)
+        ended = run_under(command, self._empty, limits, filtered=True, environ=environ)
         values = {name: value for name, _, value in (line.partition(": ") for line in ended.results.splitlines())}
         times = [values.get(name, "") for name in ("Time", "BestSequential")]
         did_run = ended.status == 0 and not ended.stopped
@@ -104,24 +104,21 @@ class Judge:
 
 
 @contextmanager
-def judging(suite: str, command: Sequence[str], *, seconds: float, memory: int, as_root: bool) -> Iterator[Judge]:
+def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judge]:
     """Give a judge with folders of its own, removed at the end.
 
     Args:
         suite: Name of the suite.
         command: Words that start the compiler.
-        seconds: Most wall-clock time of a run.
-        memory: Most bytes of a run, beyond those of its threads.
-        as_root: True to let programs run as root.
+        limits: Most that a run may take, of memory beyond that of its threads.
     """
     with tempfile.TemporaryDirectory(prefix="axonn-jax-") as place:
         folders = [Path(place) / name for name in ("build", "empty")]
         for folder in folders:
             folder.mkdir()
         Path(place).chmod(0o711)
-        hand_over(folders[0], as_root=as_root)
-        builder = Builder(suite, command, folders[0], as_root=as_root)
-        yield Judge(builder, folders[1], seconds=seconds, memory=memory, as_root=as_root)
+        hand_over(folders[0], as_root=limits.as_root)
+        yield Judge(Builder(suite, command, folders[0], as_root=limits.as_root), folders[1], limits)
 
 
 @contextmanager

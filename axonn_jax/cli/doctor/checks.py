@@ -109,14 +109,14 @@ def _package(name: str, range_: str, trouble: str) -> Row:
     fix = setup_command("--again") or pip_command("--upgrade", name + range_)
     supported = f" (supported: {range_})" if range_ else ""
     if version is None:
-        found = f"not installed{supported}"
+        finding = f"not installed{supported}"
     elif not satisfies(version, range_):
-        found = f"{version} is outside the supported range {range_}"
+        finding = f"{version} is outside the supported range {range_}"
     elif trouble:
-        found = f"{version} does not import: {trouble}"
+        finding = f"{version} does not import: {trouble}"
     else:
         return Row(name, "ok", version + supported, fails, "", True)
-    return Row(name, "missing", found, fails, fix, True)
+    return Row(name, "missing", finding, fails, fix, True)
 
 
 def devices(seen: Probe) -> Row:
@@ -156,8 +156,8 @@ def gpu_shares(timeout: float) -> Row:
         for rank, (view, own) in enumerate(zip(views, taken, strict=True))
         if view
     ]
-    found = "; ".join(filter(None, [*lines[:_RANKS_SHOWN], idle(views, taken)]))
-    return Row("gpus", "ok", found or "no GPUs that jax would use", fails)
+    taking = "; ".join(filter(None, [*lines[:_RANKS_SHOWN], idle(views, taken)]))
+    return Row("gpus", "ok", taking or "no GPUs that jax would use", fails)
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:

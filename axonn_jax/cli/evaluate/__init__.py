@@ -17,7 +17,7 @@ from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
 from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
 from axonn_jax.evaluate.metrics import Definition
-from axonn_jax.evaluate.sandbox import check_sandbox
+from axonn_jax.evaluate.sandbox import Limits, check_sandbox
 from axonn_jax.evaluate.suite import MODELS, Problem, problems
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, printable, say
@@ -151,7 +151,7 @@ def _judge(args: Evaluate) -> int:
         terminated(),
         judged_before(out.with_name(f"{out.name}.judged"), settings) as (so_far, add),
         Ticker("judging", count) as ticker,
-        judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
+        judging(args.suite, command, Limits(args.seconds, memory, as_root=args.as_root)) as judge,
     ):
         done = judge_all(
             judge,
