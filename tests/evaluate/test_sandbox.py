@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_program_that_does_harm_is_stopped(judge, tmp_path, monkeypatch, case)
     (tmp_path / "kept").chmod(0o666)
     body, says = CASES[case]
     if says.startswith("time: "):
-        monkeypatch.setattr(judge, "_seconds", 1.0)
+        monkeypatch.setattr(judge, "limits", replace(judge.limits, seconds=1.0))
     done = judge.output(TRANSFORM, "serial", prompt(), body.replace("PLACE", str(tmp_path)) + "\n}")
     assert done["build_error"] == ""
     (run,) = done["runs"]
