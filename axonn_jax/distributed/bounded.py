@@ -13,7 +13,23 @@ STEPS = 2
 
 
 class InFlight:
-    """Bound on the number of programs in flight, a function of a loop's loss.
+    """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
+
+    def __init__(self, most: int = STEPS):
+        if most < 1:
+            raise UserError("in_flight", most, "at least 1 program")
+        self._most, self._results = most, deque[Any]()
+
+    def __call__(self, results: Results) -> Results:
+        """Return the results of the program just dispatched, after waiting for results of earlier programs."""
+        self._results.append(results)
+        while len(self._results) > self._most:
+            jax.block_until_ready(self._results.popleft())
+        return results
+
+
+def in_flight(most: int = STEPS) -> InFlight:
+    """Return a function of a loop's loss that bounds the number of programs in flight.
 
     ``bounded = ax.in_flight()`` before the loop, ``loss = bounded(train_step(model, optimizer, batch))`` in it. Each
     call returns its argument once the program of `most` calls before has finished: the devices always have the next
@@ -24,22 +40,10 @@ class InFlight:
     Args:
         most: programs in flight when a call returns.
 
+    Returns:
+        A function of an array or a tree of arrays that no later program donates (a loss, metrics).
+
     Raises:
         UserError: `most` is below 1.
     """
-
-    def __init__(self, most: int = STEPS):
-        if most < 1:
-            raise UserError("in_flight", most, "at least 1 program")
-        self._most, self._results = most, deque[Any]()
-
-    def __call__(self, results: Results) -> Results:
-        """Return an array or a tree of arrays that no later program donates (a loss, metrics)."""
-        self._results.append(results)
-        while len(self._results) > self._most:
-            jax.block_until_ready(self._results.popleft())
-        return results
-
-
-in_flight = InFlight
-"""Name of the bound in `axonn_jax`."""
+    return InFlight(most)
