@@ -6,55 +6,7 @@ Importing this package starts nothing: no MPI, no device, no thread. Names load 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from axonn_jax.version import __version__
-
-if TYPE_CHECKING:
-    from axonn_jax import models
-    from axonn_jax.adapters.layers import lora
-    from axonn_jax.data.goldfish import goldfish
-    from axonn_jax.data.loader import Loader
-    from axonn_jax.distributed.bounded import in_flight
-    from axonn_jax.distributed.initialize import init
-    from axonn_jax.errors import UserError
-    from axonn_jax.experts.shape import MoeConfig
-    from axonn_jax.grid import Grid, GridShape
-    from axonn_jax.inference.generator import Generator
-    from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.memory.offload_transform import offload
-    from axonn_jax.tensor.parallelize.api import parallelize
-    from axonn_jax.tensor.parallelize.linen import parallelize_linen
-    from axonn_jax.tensor.parallelize.report import sharding_report
-    from axonn_jax.tensor.specs import replicated
-    from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
-    from axonn_jax.train.modules.numbers import total
-    from axonn_jax.train.trainer import Trainer
-
-__all__ = [
-    "Generator",
-    "Grid",
-    "GridShape",
-    "Loader",
-    "MemoryConfig",
-    "MoeConfig",
-    "PipelineConfig",
-    "PruneConfig",
-    "Sampling",
-    "TensorConfig",
-    "Trainer",
-    "UserError",
-    "__version__",
-    "goldfish",
-    "in_flight",
-    "init",
-    "lora",
-    "models",
-    "offload",
-    "parallelize",
-    "parallelize_linen",
-    "replicated",
-    "sharding_report",
-    "total",
-]
+from axonn_jax.version import __version__ as __version__
 
 _HOME = {
     "Generator": "axonn_jax.inference.generator",
@@ -80,6 +32,33 @@ _HOME = {
     "parallelize_linen": "axonn_jax.tensor.parallelize.linen",
     "sharding_report": "axonn_jax.tensor.parallelize.report",
 }
+
+if TYPE_CHECKING:
+    from axonn_jax import models as models
+    from axonn_jax.adapters.layers import lora as lora
+    from axonn_jax.data.goldfish import goldfish as goldfish
+    from axonn_jax.data.loader import Loader as Loader
+    from axonn_jax.distributed.bounded import in_flight as in_flight
+    from axonn_jax.distributed.initialize import init as init
+    from axonn_jax.errors import UserError as UserError
+    from axonn_jax.experts.shape import MoeConfig as MoeConfig
+    from axonn_jax.grid import Grid as Grid
+    from axonn_jax.grid import GridShape as GridShape
+    from axonn_jax.inference.generator import Generator as Generator
+    from axonn_jax.inference.sampling import Sampling as Sampling
+    from axonn_jax.memory.offload_transform import offload as offload
+    from axonn_jax.tensor.parallelize.api import parallelize as parallelize
+    from axonn_jax.tensor.parallelize.linen import parallelize_linen as parallelize_linen
+    from axonn_jax.tensor.parallelize.report import sharding_report as sharding_report
+    from axonn_jax.tensor.specs import replicated as replicated
+    from axonn_jax.train.config import MemoryConfig as MemoryConfig
+    from axonn_jax.train.config import PipelineConfig as PipelineConfig
+    from axonn_jax.train.config import PruneConfig as PruneConfig
+    from axonn_jax.train.config import TensorConfig as TensorConfig
+    from axonn_jax.train.modules.numbers import total as total
+    from axonn_jax.train.trainer import Trainer as Trainer
+else:
+    __all__ = ["__version__", "models", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -186,7 +186,8 @@ def held(path: Path) -> Iterator[bool]:
             if _is_at(file, path):
                 try:
                     os.ftruncate(file, 0)
-                    os.pwrite(file, _me().encode(), 0)
+                    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+                    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
                     yield locked
                 finally:
                     with contextlib.suppress(OSError):
@@ -240,7 +241,3 @@ def _is_at(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
-
-
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n"

@@ -2,7 +2,8 @@
 
 import operator
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -35,6 +36,18 @@ def _shown(value: object) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+@contextmanager
+def refused(field: str, value: object, accepted: str) -> Iterator[None]:
+    """Make a ``UserError`` of a failure to read or write a file: what is accepted, and the reason."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(field, str(value), f"{accepted}; {why}") from None
 
 
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:

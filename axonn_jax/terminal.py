@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import os
 import select
 import shutil
@@ -94,19 +93,12 @@ def unfailing() -> TextIO:
     return cast(TextIO, _Unfailing(sys.stderr))
 
 
-class _Unfailing(io.TextIOBase):
+class _Unfailing:
     def __init__(self, stream: Any):
         self._stream = stream
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding or "utf-8"
-
-    def isatty(self) -> bool:
-        return bool(self._stream.isatty())
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with unheard():

@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 47_288,
-    "files": 320,
+    "lines": 46_898,
+    "files": 316,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -25,7 +25,7 @@ ALLOWED = {
     "config keys": 123,
     "public members of Trainer": 10,
     "names that must not come back": 0,
-    "files that import pruned": 4,
+    "files that import pruned": 2,
     "vague names": 127,
     "docstrings without a noun first": 0,
     "docstrings that open with a riddle, in percent": 2,

@@ -9,7 +9,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.forward import logits
+from axonn_jax.inference.programs import logits
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.tensor.params import split_module
 

@@ -1,13 +1,12 @@
 """Interface of a channel: asynchronous sends, and a callback for each arriving message."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
 
-from axonn_jax.errors import first_of
 from axonn_jax.schedule.tasks import Message
 
 Deliver = Callable[[Message, jax.Array], None]
@@ -94,9 +93,3 @@ class Channel(ABC):
     @abstractmethod
     def free(self) -> None:
         """Free the channel's communicators, after `close`; collective over the pipe's ranks."""
-
-
-def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:
-    """Return the error for messages that did not leave within `timeout` seconds."""
-    left_by = f"not taken by their receivers within {timeout:g} s: {first_of(left, '; ')}"
-    return TimeoutError(f"{what}: {len(left)} message(s) {left_by}")

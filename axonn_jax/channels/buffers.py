@@ -124,12 +124,10 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
     """
     if not devices or computes_on_cores(devices[0].platform):
         return False
-    answer = environ.get(_USERS_WORD, "").lower()
-    return answer in ("1", "true", "on") if answer else len(devices) == 1 and cuda_aware(library)
-
-
-def cuda_aware(library: str) -> bool:
-    """Return True if MPI reports sends from and receives into CUDA device memory."""
+    if answer := environ.get(_USERS_WORD, "").lower():
+        return answer in ("1", "true", "on")
+    if len(devices) > 1:
+        return False
     query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
     return query is not None and bool(query())
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from axonn_jax.schedule.tasks import Direction, Message
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 _Outgoing = tuple[int, Message, list[jax.Array]]
 
 
@@ -50,7 +49,7 @@ class Mpi4jaxChannel(Channel):
         _check_pool(ports)
         self._tracker = SendTracker(self.name)
         turn = threading.Lock()
-        self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, turn) for d in _DIRECTIONS}
+        self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, turn) for d in get_args(Direction)}
         self._threads: list[threading.Thread] = []
 
     def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
@@ -108,12 +107,7 @@ class _DirectionThreads:
     """Sender and receiver thread of one direction, with their communicators and the queue of messages to send."""
 
     def __init__(
-        self,
-        direction: Direction,
-        comm: "MPI.Comm",
-        ports: Ports,
-        tracker: SendTracker,
-        turn: threading.Lock,
+        self, direction: Direction, comm: "MPI.Comm", ports: Ports, tracker: SendTracker, turn: threading.Lock
     ):
         self.messages: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
@@ -193,20 +187,11 @@ def _check_pool(ports: Ports) -> None:
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
     if not all(computes_on_cores(device.platform) for device in devices):
         return
-    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    cores = (
-        int(threads)
-        if threads
-        else len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
-    if max(cores or 1, jax.local_device_count()) < 2:
-        raise UserError(
-            "pipeline.channel",
-            "mpi4jax",
-            "mpi4py in processes of one CPU core (`mpirun --bind-to none` gives them all, NPROC=2 a second thread)",
-        )
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or own or 1)
+    if max(threads, jax.local_device_count()) < 2:
+        hint = "`mpirun --bind-to none` gives them all, NPROC=2 a second thread"
+        raise UserError("pipeline.channel", "mpi4jax", f"mpi4py in processes of one CPU core ({hint})")
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:

@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import jax
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DRAIN_S = 0.02  # between looks at transfers that a closed channel still waits for
-_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 @dataclass(eq=False)
@@ -62,7 +61,7 @@ class Mpi4pyChannel(Channel):
         self._ports = ports
         self._devices = {stage: local_devices(form.sharding) for stage, form in ports.arriving.items()}
         self._size = comm.Get_size()
-        self._comms = {direction: comm.Dup() for direction in _DIRECTIONS}
+        self._comms = {direction: comm.Dup() for direction in get_args(Direction)}
         devices = next(iter(self._devices.values()))
         self._buffers = choose_buffers(list(ports.arriving.values()), devices, MPI.__file__)
         largest = comm.Get_attr(MPI.TAG_UB)

@@ -3,7 +3,8 @@
 import itertools
 import threading
 
-from axonn_jax.channels.base import ChannelClosed, hanging
+from axonn_jax.channels.base import ChannelClosed
+from axonn_jax.errors import first_of
 from axonn_jax.schedule.tasks import Message
 
 
@@ -68,4 +69,5 @@ class SendTracker:
         if self._error is not None:
             raise ChannelClosed(f"{self._name} channel: failed, {len(left)} message(s) unsent") from self._error
         if not done:
-            raise hanging(f"{self._name} channel", timeout, left)
+            left_by = f"not taken by their receivers within {timeout:g} s: {first_of(left, '; ')}"
+            raise TimeoutError(f"{self._name} channel: {len(left)} message(s) {left_by}")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
 Dtype = Literal["keep", "bf16", "fp32"]
-_STORED = {"bf16": "bfloat16", "fp32": "float32"}
 _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
 _CHECKED_TOKENS = 64
@@ -243,7 +242,7 @@ def compare(run_side: Path, theirs_at: Path, shape: "ModelShape") -> dict[str, f
     import transformers
 
     from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.forward import logits
+    from axonn_jax.inference.programs import logits
     from axonn_jax.inference.weights import of_run
 
     jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business

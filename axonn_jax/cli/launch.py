@@ -18,7 +18,7 @@ from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli_args import Arg, NotNegative
-from axonn_jax.distributed.launch import MET
+from axonn_jax.distributed.processes import MET
 from axonn_jax.documents import Held, held, own_file
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
@@ -75,7 +75,7 @@ def run(args: Launch) -> int:
     launcher = [] if args.mpirun else _srun(args.processes, config.grid.pipe, os.environ)
     if not launcher and args.processes > 1:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
-        if args.mpirun is None and _is_open_mpi(launcher[0]):
+        if args.mpirun is None and "Open MPI" in _output([launcher[0], "--version"]):  # Hydra refuses unknown options
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
@@ -117,11 +117,6 @@ def _launcher(text: str, processes: int) -> list[str]:
     if path is None:
         raise UserError("--mpirun", text, "a launcher that is installed; scripts/setup installs Open MPI's mpirun")
     return [path, *words[1:], "-n", str(processes)]
-
-
-def _is_open_mpi(mpirun: str) -> bool:
-    """Return True if a launcher is Open MPI's; others, such as MPICH's Hydra, refuse unknown options."""
-    return "Open MPI" in _output([mpirun, "--version"])
 
 
 def _output(words: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli_args import Arg, Positive
 from axonn_jax.documents import new_figure, save_picture
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, refused
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
 
@@ -109,10 +109,8 @@ def run(args: Loki) -> int:
         return 0
     if chosen.tokens < _FEW * shape.head_dim:
         say(f"warning: {chosen.tokens} tokens are few for {shape.head_dim} features; --tokens")
-    try:
+    with refused("RUN_DIR", args.run_dir, f"room for {components.FILE}"):
         components.save(chosen, path, shape, weights, args.keys)
-    except OSError as error:
-        raise UserError("RUN_DIR", str(args.run_dir), f"room for {components.FILE}; {error.strerror}") from None
     if args.plot:
         draw(calibrated, shape.head_dim, args.run_dir / "loki.png")
     ranks = {kind: of_kind.ranks().tolist() for kind, of_kind in calibrated.items()}

@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.terminal import columns, last_flush, open_missing, reader_is_gone, say, wrapped
@@ -15,30 +14,23 @@ from axonn_jax.version import __version__
 
 PROG = "axonn-jax"
 
-
-class Command(NamedTuple):
-    """Subcommand, whose module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
-
-    name: str
-    help: str
-
-
-COMMANDS = (
-    Command("train", "train a model as a TOML file says"),
-    Command("launch", "train under mpirun; on failure, start again from the last checkpoint"),
-    Command("inspect", "list the checkpoints of a run, and check that they are sound"),
-    Command("prepare", "turn text or code into tokenised shards"),
-    Command("generate", "continue prompts with a trained model"),
-    Command("evaluate", "measure generated programs: built, right and fast, with ParEval's metrics and files"),
-    Command("loki", "calibrate generation that ranks keys by a few features"),
-    Command("convert", "convert a Hugging Face model to a directory to train from, or a run to a Hugging Face model"),
-    Command("prune", "prune a run's kernels to their largest entries"),
-    Command("timeline", "draw the tasks and the idle time of a pipelined run's stages"),
-    Command("plan", "find the best grids for a model on a machine, without using the machine"),
-    Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
-    Command("calibrate", "measure this machine: a file for plan and simulate"),
-    Command("doctor", "check the installation, and show how to fix faults"),
-)
+COMMANDS = {
+    "train": "train a model as a TOML file says",
+    "launch": "train under mpirun; on failure, start again from the last checkpoint",
+    "inspect": "list the checkpoints of a run, and check that they are sound",
+    "prepare": "turn text or code into tokenised shards",
+    "generate": "continue prompts with a trained model",
+    "evaluate": "measure generated programs: built, right and fast, with ParEval's metrics and files",
+    "loki": "calibrate generation that ranks keys by a few features",
+    "convert": "convert a Hugging Face model to a directory to train from, or a run to a Hugging Face model",
+    "prune": "prune a run's kernels to their largest entries",
+    "timeline": "draw the tasks and the idle time of a pipelined run's stages",
+    "plan": "find the best grids for a model on a machine, without using the machine",
+    "simulate": "run one step in virtual time, with jitter, slow ranks and failures",
+    "calibrate": "measure this machine: a file for plan and simulate",
+    "doctor": "check the installation, and show how to fix faults",
+}
+"""Subcommands, whose module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
@@ -83,44 +75,25 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    command, rest = _command(argv[0]), argv[1:]
-    module = importlib.import_module(f"axonn_jax.cli.{command.name}")
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UserError("command", name, f"one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
+    module = importlib.import_module(f"axonn_jax.cli.{name}")
     if hasattr(module, "main"):
         return int(module.main(rest))
     from axonn_jax.cli_args import parse
 
-    return int(module.run(parse(getattr(module, command.name.title()), rest, f"{PROG} {command.name}")))
-
-
-def _command(name: str) -> Command:
-    for command in COMMANDS:
-        if command.name == name:
-            return command
-    names = [command.name for command in COMMANDS]
-    raise UserError("command", name, f"one of {', '.join(names)}{nearest(name, names)}")
+    return int(module.run(parse(getattr(module, name.title()), rest, f"{PROG} {name}")))
 
 
 def _overview() -> str:
-    return "\n".join(
-        [
-            f"usage: {PROG} COMMAND ...",
-            "",
-            "4D-sharded and pipelined training of Flax transformers.",
-            "",
-            "commands:",
-            *_listed(),
-            "",
-            *wrapped(
-                f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.", columns()
-            ),
-        ]
-    )
-
-
-def _listed() -> list[str]:
-    width = max(len(command.name) for command in COMMANDS)
-    lines = (wrapped(f"  {command.name:{width}}  {command.help}", columns(), " " * (width + 4)) for command in COMMANDS)
-    return [line for lines_of_command in lines for line in lines_of_command]
+    wide, width = columns(), max(map(len, COMMANDS))
+    lines = [f"usage: {PROG} COMMAND ...", "", "4D-sharded and pipelined training of Flax transformers.", ""]
+    lines.append("commands:")
+    for name, text in COMMANDS.items():
+        lines += wrapped(f"  {name:{width}}  {text}", wide, " " * (width + 4))
+    end = f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed."
+    return "\n".join([*lines, "", *wrapped(end, wide)])
 
 
 def _versions() -> str:

@@ -3,9 +3,9 @@
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,9 @@ from axonn_jax.terminal import Ticker, printable, say
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
     from axonn_jax.data.source import Source
+
+_OF_TEXT = {"vocab": None, "field": "text", "include": (), "exclude": ()}
+_OF_BOTH = ("tokenizer", "holdout", "seed", "force", "shard_tokens")
 
 
 @dataclass(frozen=True)
@@ -114,39 +117,37 @@ def run(args: Prepare) -> int:
     _check_kind(args)
     for text in args.mix:
         look_at("--mix", text.rpartition(":")[0])
-    if args.instructions:
-        return _instructions(args)
-    from axonn_jax.data.prepare import prepare
-
+    given: dict[str, Any] = {name: getattr(args, name) for name in _OF_BOTH}
+    notes: Iterable[str]
     began = time.perf_counter()
     with terminated(), Ticker("reading") as ticker:
-        manifest, source = prepare(
-            args.source,
-            args.out,
-            vocab=args.vocab,
-            tokenizer=args.tokenizer,
-            include=args.include,
-            exclude=args.exclude,
-            field=args.field,
-            bos=args.bos,
-            holdout=args.holdout,
-            seed=args.seed,
-            force=args.force,
-            shard_tokens=args.shard_tokens,
-            report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
-        )
+
+        def report(phase: str, done: int, total: int) -> None:
+            ticker.now(phase, total >> 20, "MiB", done >> 20)
+
+        if args.instructions:
+            from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
+
+            chosen = {option.name: getattr(args, option.name) for option in fields(InstructionOptions)}
+            options = InstructionOptions(**{name: value for name, value in chosen.items() if value is not None})
+            manifest, notes = prepare_instructions(args.source, args.out, options, report=report, **given)
+        else:
+            from axonn_jax.data.prepare import prepare
+
+            of_text: dict[str, Any] = {name: getattr(args, name) for name in (*_OF_TEXT, "bos")}
+            manifest, source = prepare(args.source, args.out, report=report, **of_text, **given)
+            notes = _notes(args, manifest, source)
     seconds = time.perf_counter() - began
-    for line in _notes(args, manifest, source):
+    for line in notes:
         say(line)
-    _print(args, manifest, seconds)
+    print(json.dumps(_summary(manifest, seconds)) if args.json else _lines(manifest, seconds))
     return 0
 
 
 def _check_kind(args: Prepare) -> None:
     """Raise ``UserError`` for a flag of the other kind of data, or one that is missing."""
     of_rows = dict.fromkeys(("template", "seq_len", "loss", "too_long", "valid")) | {"mix": (), "skip_bad": False}
-    of_text = {"vocab": None, "field": "text", "include": (), "exclude": ()}
-    for name, default in (of_text if args.instructions else of_rows).items():
+    for name, default in (_OF_TEXT if args.instructions else of_rows).items():
         if (value := getattr(args, name)) != default:
             accepted = f"not given with{'' if args.instructions else 'out'} --instructions"
             raise UserError(f"--{name.replace('_', '-')}", value, accepted)
@@ -155,45 +156,6 @@ def _check_kind(args: Prepare) -> None:
         raise UserError("--tokenizer", NOT_GIVEN, accepted)
     if args.instructions and args.seq_len is None:
         raise UserError("--seq-len", NOT_GIVEN, "the length of rows, such as 2048: the model's model.seq_len")
-
-
-def _instructions(args: Prepare) -> int:
-    """Prepare packed rows."""
-    from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-
-    assert args.tokenizer is not None
-    assert args.seq_len is not None
-    began = time.perf_counter()
-    options = InstructionOptions(
-        args.seq_len,
-        args.template or "alpaca",
-        args.loss or "response",
-        args.too_long or "drop",
-        args.mix,
-        args.bos,
-        args.skip_bad,
-        args.valid,
-    )
-    with terminated(), Ticker("reading") as ticker:
-        manifest, notes = prepare_instructions(
-            args.source,
-            args.out,
-            options,
-            tokenizer=args.tokenizer,
-            holdout=args.holdout,
-            seed=args.seed,
-            force=args.force,
-            shard_tokens=args.shard_tokens,
-            report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
-        )
-    for line in notes:
-        say(printable(line))
-    _print(args, manifest, time.perf_counter() - began)
-    return 0
-
-
-def _print(args: Prepare, manifest: "Manifest", seconds: float) -> None:
-    print(json.dumps(_summary(manifest, seconds)) if args.json else _lines(manifest, seconds))
 
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:

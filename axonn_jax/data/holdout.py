@@ -1,6 +1,5 @@
 """Choice of the documents held out for evaluation."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ class Holdout:
 
     def see(self, document: Document) -> None:
         """Take a document into account; all are seen before the first is given a split."""
-        place = self._place(document)
+        place = document.place(self._seed)
         self._least, self._most = min(self._least, place), max(self._most, place)
         self._characters += document.characters
         self._longest = max(self._longest, document.characters)
@@ -50,7 +49,7 @@ class Holdout:
             if document.characters >= long:
                 yield from zip(SPLITS, _divide(document, self._share), strict=True)
             else:
-                yield ("valid" if self._place(document) < bound else "train"), document
+                yield ("valid" if document.place(self._seed) < bound else "train"), document
 
     @property
     def alike(self) -> bool:
@@ -59,15 +58,12 @@ class Holdout:
 
     def split_of(self, document: Document) -> str:
         """Return the split of a document that is never divided, of documents that differ."""
-        return "valid" if self._place(document) < self._bound else "train"
+        return "valid" if document.place(self._seed) < self._bound else "train"
 
     @property
     def _bound(self) -> int:
         """Least hash that is not held out, with whole documents in both splits."""
         return min(max(int(self._share * 2**64), self._least + 1), self._most) if self._share else 0
-
-    def _place(self, document: Document) -> int:
-        return int.from_bytes(hashlib.sha256(self._seed + document.digest).digest()[:8], "big")
 
 
 def _divide(document: Document, share: float) -> tuple[Document, Document]:

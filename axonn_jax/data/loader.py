@@ -5,7 +5,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,48 +90,44 @@ class _OpenShard:
         weakref.finalize(self, os.close, self.number)
 
 
+@dataclass(frozen=True, eq=False, repr=False)  # grain prints its source in debugging output
 class _Batches:
     """Endless row of batches, as the random-access source for grain; any thread may read."""
 
-    def __init__(
-        self,
-        samples: TokenSamples,
-        rows: tuple[int, ...],
-        stride: int,
-        start: int,
-        key: int | None,
-        dropped: GoldfishConfig,
-    ):
-        self._samples, self._rows, self._stride, self._start, self._dropped = samples, rows, stride, start, dropped
-        self._key = None if key is None else lru_cache(maxsize=4)(partial(_epoch_key, key))
+    samples: TokenSamples
+    rows: tuple[int, ...]
+    stride: int
+    start: int
+    seed: int | None
+    """Seed of the order; None for the stream's own."""
+    dropped: GoldfishConfig
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def numbers(self, batch: int) -> list[int]:
         """Return the global sample numbers of a batch."""
-        return [self._start + batch * self._stride + row for row in self._rows]
+        return [self.start + batch * self.stride + row for row in self.rows]
 
     def index(self, number: int) -> int:
         """Return which sample of the split has a global number."""
-        epoch, place = divmod(number, len(self._samples))
-        if self._key is None:
+        epoch, place = divmod(number, len(self.samples))
+        if self.seed is None:
             return place
         from grain.experimental import index_shuffle
 
-        return int(index_shuffle(place, max_index=len(self._samples) - 1, seed=self._key(epoch), rounds=4))
+        seed = _epoch_key(self.seed, epoch)
+        return int(index_shuffle(place, max_index=len(self.samples) - 1, seed=seed, rounds=4))
 
     def __getitem__(self, batch: int) -> NDArray[np.int32]:
-        read = [self._samples[self.index(number)] for number in self.numbers(batch)]
-        stacked = np.stack(read) if read else np.empty((0, self._samples.seq_len + 1), np.int32)
-        if not self._dropped.k:
+        read = [self.samples[self.index(number)] for number in self.numbers(batch)]
+        stacked = np.stack(read) if read else np.empty((0, self.samples.seq_len + 1), np.int32)
+        if not self.dropped.k:
             return stacked
-        return goldfish(stacked, self._dropped.k, self._dropped.h, packed=self._samples.manifest.packed)
-
-    def __repr__(self) -> str:  # grain prints its source in debugging output
-        return "_Batches()"
+        return goldfish(stacked, self.dropped.k, self.dropped.h, packed=self.samples.manifest.packed)
 
 
+@lru_cache(maxsize=16)
 def _epoch_key(seed: int, epoch: int) -> int:
     # Not grain's own seed + epoch: that makes epoch 1 of seed 0 the same as epoch 0 of seed 1.
     return int(np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1)[0])
@@ -192,8 +189,8 @@ class Loader:
             raise UserError("model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32")
         self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
         dropped.check()
-        key = seed if shuffle else None
-        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, key, dropped)
+        order = seed if shuffle else None
+        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, order, dropped)
         self._taken = 0
         self._ahead, self._fault = deque[NDArray[np.int32]](), ""
         self._iterator: Any = None

@@ -32,6 +32,7 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
+from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.version import __version__
@@ -98,8 +99,6 @@ def prepare(
             own = {TOKENIZER: trained.to_str(pretty=True).encode()}
             given = trained, tokenize.naming_end(own, trained, tokenize.EOT_ID), tokenize.EOT_ID
         encoder, files, end = given
-        for name, raw in files.items():
-            put(partial / name, raw)
         if vocab is None:
             vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
@@ -110,27 +109,19 @@ def prepare(
             }
             begin = tokenize.begin_of(encoder) if bos else []
             splits = _encode(encoder, begin, end, texts, held, writers, report)
-        skipped = texts.skipped + Counter({"not_included": texts.not_included.total()})
-        manifest = Manifest(
+        options = {"include": [*include], "exclude": [*exclude]}
+        manifest = described(
+            partial,
+            files,
             path=out,
             vocab=vocab,
             dtype=dtype.name,
             eot_id=end,
             splits=splits,
             unigram_entropy=unigram_entropy(writers["valid"].counts),
-            skipped=dict(sorted(skipped.items())),
-            options={
-                "include": [*include],
-                "exclude": [*exclude],
-                "field": field,
-                "bos": bos,
-                "holdout": holdout,
-                "seed": seed,
-            },
-            tools=tools(),
-            tokenizer_sha256=checksum(partial / TOKENIZER),
+            skipped=texts.skipped + Counter({"not_included": texts.not_included.total()}),
+            options=options | {"field": field, "bos": bos, "holdout": holdout, "seed": seed},
         )
-        put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     return manifest, texts
 
 
@@ -144,14 +135,16 @@ def check_numbers(holdout: float, seed: int, shard_tokens: int) -> None:
         raise UserError("--shard-tokens", shard_tokens, "a whole number from 1")
 
 
-def tools() -> dict[str, str]:
-    """Versions of the libraries that write a directory."""
-    return {
-        "axonn_jax": __version__,
-        "tokenizers": tokenizers.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+def described(folder: Path, files: Mapping[str, bytes], *, skipped: Mapping[str, int], **facts: Any) -> Manifest:
+    """Write the tokenizer's files and the manifest of such facts, with the versions of the libraries that write it."""
+    tools = {"axonn_jax": __version__, "tokenizers": tokenizers.__version__, "numpy": np.__version__}
+    tools["python"] = platform.python_version()
+    for name, raw in files.items():
+        _put(folder / name, raw)
+    digest = checksum(folder / TOKENIZER)
+    manifest = Manifest(**facts, skipped=dict(sorted(skipped.items())), tools=tools, tokenizer_sha256=digest)
+    _put(folder / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
+    return manifest
 
 
 class ShardWriter:
@@ -215,12 +208,10 @@ def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return ids
 
 
-def put(path: Path, raw: bytes) -> None:
+def _put(path: Path, raw: bytes) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(raw)
+    flush(path)
 
 
 def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:

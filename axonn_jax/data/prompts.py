@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from axonn_jax.data.manifest import MAX_VOCAB
 from axonn_jax.data.tokenize import prompt_ids
 from axonn_jax.documents import parse_json, read_bytes
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, refused
 from axonn_jax.models.config import ModelShape
 
 MOST_BYTES = 256 << 20
@@ -64,11 +64,8 @@ class FixedPrompt(NamedTuple):
 
 def fixed_prompts(path: Path, tokenizer: Any, shape: ModelShape, field: str) -> list[FixedPrompt]:
     """Return the prompts of a file: `.jsonl`, or of any other name a text a line; raise ``UserError`` for `field`."""
-    try:
+    with refused(field, path, "a file of prompts, .jsonl or one a line"):
         raw = read_bytes(path, MOST_BYTES)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(field, str(path), f"a file of prompts, .jsonl or one a line; {why}") from None
     if path.suffix == ".jsonl":
         lines = objects_of(raw, path, field)
     else:  # bytes that are no text become Python's stand-ins, which no prompt may have

@@ -39,6 +39,10 @@ class Document:
     parts: Callable[[], Iterator[str]]
     """Read the text anew, in parts as `parts_of` cuts them."""
 
+    def place(self, seed: bytes) -> int:
+        """Return a number of 64 bits by a hash of seed and text."""
+        return int.from_bytes(hashlib.sha256(seed + self.digest).digest()[:8], "big")
+
     @classmethod
     def of(cls, text: str) -> "Document":
         """Return the document of a text in memory."""

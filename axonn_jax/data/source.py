@@ -175,16 +175,13 @@ def _without_links(source: Source, names: Iterator[str]) -> Iterator[str]:
         path = source.root / name
         if path.is_symlink():
             target = path.resolve()
-            if target in targets or not _is_cached(path.parent, target):
+            snapshots = target.parent.parent / "snapshots"  # of the cache, whose links lead from them to its blobs
+            cached = target.parent.name == "blobs" and snapshots in path.parent.parents and target.is_file()
+            if target in targets or not cached:
                 source.skip("symlink", name)
                 continue
             targets.add(target)
         yield name
-
-
-def _is_cached(folder: Path, target: Path) -> bool:
-    """Return True if a link in a folder is one of the Hugging Face cache: from a model's snapshots to its blobs."""
-    return target.parent.name == "blobs" and target.parent.parent / "snapshots" in folder.parents and target.is_file()
 
 
 def _included(source: Source, names: Iterator[str], include: Sequence[str]) -> Iterator[str]:

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
-from axonn_jax import terminal
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from axonn_jax import compat, terminal
+from axonn_jax.backend.cpu_allocator import keep_freed_memory
 from axonn_jax.backend.traits import computes_on_cores, gives_up_on_late_peers
 from axonn_jax.distributed import gpus
-from axonn_jax.distributed.launch import MET, Explicit, World, detect, slurm_notice
-from axonn_jax.distributed.mpi_world import ask_mpi, check_same, world_comm
+from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
+from axonn_jax.distributed.mpi_world import ask_mpi, check_same, meeting_place, world_comm
 from axonn_jax.distributed.network import listen_at, offer
+from axonn_jax.distributed.processes import MET, World, detect, explicit_world, slurm_notice
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
-
-if TYPE_CHECKING:
-    import jax
 
 _HEARTBEAT_S = 30
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -48,7 +50,7 @@ def init(
     """
     given, explicit = (coordinator, num_processes, process_id), None
     if coordinator is not None and num_processes is not None and process_id is not None:
-        explicit = Explicit(coordinator, num_processes, process_id)
+        explicit = explicit_world(coordinator, num_processes, process_id)
     elif any(value is not None for value in given):
         raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
     world, grid = start(GridShape(pipe, data, z, y, x, expert=expert), explicit)
@@ -62,18 +64,13 @@ def describe(world: World, grid: Grid) -> str:
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}){MET}{grid.shape}"
 
 
-def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
+def start(shape: GridShape, explicit: World | None = None, settings: str = "") -> tuple[World, Grid]:
     """Start the run's processes like `init`, without printing; without a pipeline `jax.set_mesh` sets the grid's mesh.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
     ``UserError`` names the first differing line, before anything waits for a process with another program.
     """
-    import jax
     from flax import nnx
-
-    from axonn_jax import compat
-    from axonn_jax.backend.cpu_allocator import keep_freed_memory
-    from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
@@ -89,7 +86,11 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
             raise_fraction()
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
-    say(world, world.notice or _slurm_notice(world))
+    notice = world.notice
+    if not notice and world.source != "MPI" and hasattr(os, "sched_getaffinity"):  # bound by Slurm, not by mpirun
+        cores = len(os.sched_getaffinity(0))
+        notice = slurm_notice(os.environ, cores, on_cpus=not compat.accelerator_expected())
+    say(world, notice)
     if world.size > 1 and shape.pipe > 1:
         return world, _start_stage(shape, world)
     if world.size == 1:
@@ -106,8 +107,8 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
     grid.entered()
     nnx.use_eager_sharding(False)  # a model's author names axes of another mesh
-    if world.size > 1 and gives_up_on_late_peers(jax.default_backend()):
-        warm_up(grid.mesh)
+    if world.size > 1:
+        _warm_up(grid.mesh)
     return world, grid
 
 
@@ -117,16 +118,11 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
     Ranks are dealt out stage by stage, so a stage's processes are neighbours. Raises ``UserError`` where the processes
     do not divide into stages or MPI does not connect all.
     """
-    import jax
-
-    from axonn_jax import compat
-
     comm = world_comm(world)
     per_stage, rest = divmod(world.size, shape.pipe)
     if rest:
-        raise UserError(
-            "grid.pipe", shape.pipe, f"a divisor of the {world.size} processes (each holds one stage or part of one)"
-        )
+        accepted = f"a divisor of the {world.size} processes (each holds one stage or part of one)"
+        raise UserError("grid.pipe", shape.pipe, accepted)
     if shape.stage_devices % per_stage:
         raise UserError(
             "grid", shape, f"stages of a multiple of {per_stage} devices, their number of processes, "
@@ -146,16 +142,11 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
         if not compat.accelerator_expected():
             jax.config.update("jax_num_cpu_devices", count)
     else:
-        from mpi4py import MPI
-
         stage = comm.Split(pp_rank, world.rank)
-        on_host = stage.Split_type(MPI.COMM_TYPE_SHARED)
-        hosts = stage.allreduce(int(on_host.Get_rank() == 0))
-        offered = offer(hosts) if within == 0 else None
-        own = replace(world, rank=within, size=per_stage, hosts=hosts, coordinator=stage.bcast(offered))
+        hosts, coordinator, on_host = meeting_place(stage)
         on_host.Free()
         stage.Free()
-        join(own)
+        join(replace(world, rank=within, size=per_stage, hosts=hosts, coordinator=coordinator))
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) != shape.stage_devices:
         raise UserError(
@@ -163,15 +154,13 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
             f"{devices[0].platform} device(s) in {per_stage} processes; this is {shape.stage_devices}",
         )  # fmt: skip
     mesh = build_mesh(shape, devices)
-    if per_stage > 1 and gives_up_on_late_peers(jax.default_backend()):
-        warm_up(mesh)
+    if per_stage > 1:
+        _warm_up(mesh)
     return Grid(shape, mesh, {pp_rank: mesh}, world.rank, world.size)
 
 
-def gpu_views() -> "list[gpus.View]":
+def gpu_views() -> list[gpus.View]:
     """Return the GPUs visible to every process of this launch, by rank; for `axonn-jax doctor`."""
-    from axonn_jax import compat
-
     world = detect(os.environ, ask_mpi)
     if world.size == 1:
         return [gpus.own_view()]
@@ -183,15 +172,6 @@ def gpu_views() -> "list[gpus.View]":
     return compat.gather(gpus.own_view(), "gpus")
 
 
-def _slurm_notice(world: World) -> str:
-    """Return `slurm_notice` of this process, where Slurm and not mpirun has bound it."""
-    if world.source == "MPI" or not hasattr(os, "sched_getaffinity"):
-        return ""
-    from axonn_jax import compat
-
-    return slurm_notice(os.environ, len(os.sched_getaffinity(0)), on_cpus=not compat.accelerator_expected())
-
-
 def say(world: World, notice: str) -> None:
     """Print a line for people, where there is one, on the first process."""
     if notice and world.rank == 0:
@@ -200,17 +180,11 @@ def say(world: World, notice: str) -> None:
 
 def _make_cpu_devices(count: int) -> None:
     """Virtual CPU devices, if nothing has started jax yet and nobody asked for another number."""
-    import jax
-
-    from axonn_jax import compat
-
     if not compat.backends_started() and getattr(jax.config, "jax_num_cpu_devices", -1) < 1:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _devices(shape: GridShape, world: World) -> "Sequence[object]":
-    import jax
-
+def _devices(shape: GridShape, world: World) -> Sequence[object]:
     devices = jax.devices()
     virtual = world.size == 1 and computes_on_cores(jax.default_backend())
     if virtual and len(devices) > shape.devices:
@@ -229,28 +203,18 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
 
 def _joined() -> World:
     """The processes joined by `jax.distributed`."""
-    import jax
-
-    from axonn_jax import compat
-
     hosts = len(set(compat.gather(platform.node(), "hosts")))
     why = f"initialised before, as process {jax.process_index()} of {jax.process_count()}"
     return World(jax.process_index(), jax.process_count(), hosts, None, "jax.distributed", why)
 
 
 def _check_not_started() -> None:
-    from axonn_jax import compat
-
     if compat.backends_started():
         raise UserError("init", "called after jax started", "a call before any other use of jax devices")
 
 
 def join(world: World) -> None:
     """Join the processes of a world with `jax.distributed`, one CPU device each."""
-    import jax
-
-    from axonn_jax import compat
-
     _check_not_started()
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
@@ -270,29 +234,26 @@ def join(world: World) -> None:
     )
 
 
-def warm_up(mesh: "jax.sharding.Mesh") -> None:
-    """Let every group of processes in a step meet now (`meet`)."""
-    for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
-        meet(mesh, axes)
+def _warm_up(mesh: Mesh) -> None:
+    """Let every group of processes in a step meet now (`meet`), where latecomers are given up."""
+    if gives_up_on_late_peers(jax.default_backend()):
+        for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
+            meet(mesh, axes)
 
 
-def meet(mesh: "jax.sharding.Mesh", axes: Sequence[str]) -> None:
+def meet(mesh: Mesh, axes: Sequence[str]) -> None:
     """Let the groups over these axes meet, with a message of the right size for gloo's buffers.
 
     gloo makes a group's sockets at the first collective and gives up when a member is 30 s late; after a small
     reduce-scatter as the first one, every large all-reduce of the group is 150 times slower. Collective: one
     reduce-scatter of 256 KiB a device, none where every axis has size one.
     """
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-
     over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     if not over:
         return
     count = prod(mesh.shape[axis] for axis in over)
 
-    def scatter(x: "jax.Array") -> "jax.Array":
+    def scatter(x: jax.Array) -> jax.Array:
         return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
 
     with jax.set_mesh(mesh):

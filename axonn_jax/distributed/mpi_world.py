@@ -4,8 +4,8 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from axonn_jax.distributed.launch import World, binding_notice
 from axonn_jax.distributed.network import keep_mpi_local, offer
+from axonn_jax.distributed.processes import World, binding_notice
 from axonn_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,12 +20,18 @@ def ask_mpi() -> World:
     keep_mpi_local()
     MPI = _mpi("mpirun", "several processes")
     world = MPI.COMM_WORLD
-    on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    hosts = world.allreduce(int(on_host.Get_rank() == 0))
-    offered = offer(hosts) if world.Get_rank() == 0 else None
+    hosts, coordinator, on_host = meeting_place(world)
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
-    coordinator, notice = world.bcast(offered), _ask_cores(on_host)
-    return World(world.Get_rank(), world.Get_size(), hosts, coordinator, "MPI", library, notice)
+    return World(world.Get_rank(), world.Get_size(), hosts, coordinator, "MPI", library, _ask_cores(on_host))
+
+
+def meeting_place(comm: "MPI.Comm") -> "tuple[int, str, MPI.Comm]":
+    """Return the hosts of some ranks, the first one's address for `jax.distributed`, and the ranks of this host."""
+    from mpi4py import MPI
+
+    on_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    hosts = comm.allreduce(int(on_host.Get_rank() == 0))
+    return hosts, comm.bcast(offer(hosts) if comm.Get_rank() == 0 else None), on_host
 
 
 def _mpi(field: str, value: str) -> Any:

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Builder:
     """Compiler in a folder of its own; headers for an execution model and a problem's driver are compiled once."""
 
     def __init__(self, suite: str, command: Sequence[str], folder: Path, *, as_root: bool):
-        self._command, self._folder, self._as_root = list(command), folder, as_root
+        self._command, self._folder, self._limits = list(command), folder, replace(_LIMITS, as_root=as_root)
         self._drivers: dict[str, Path] = {}
         self._headers: set[str] = set()
         for name, text in headers(suite).items():
@@ -82,8 +83,7 @@ class Builder:
 
     def _run(self, words: Sequence[str]) -> Ended:
         environ = {"TMPDIR": ".", "LC_ALL": "C"}  # nobody may not see the way to it
-        command = [*self._command, *words]
-        return run(command, self._folder, _LIMITS, filtered=False, as_root=self._as_root, environ=environ)
+        return run([*self._command, *words], self._folder, self._limits, filtered=False, environ=environ)
 
 
 def hand_over(folder: Path, *, as_root: bool) -> None:

@@ -3,13 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from axonn_jax.documents import read_json, replace_whole
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import NOT_GIVEN, UserError, refused
 from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun
 from axonn_jax.terminal import say
 
@@ -31,8 +30,8 @@ def read_prompts(path: Path, field: str) -> list[Entry]:
     Raises:
         UserError: the file is not readable or not of this form.
     """
-    entries = _read(path, field, "ParEval's prompts")
-    return [{key: value for key, value in entry.items() if key not in ("outputs", "raw_outputs")} for entry in entries]
+    entries, left = _File(path, field, "ParEval's prompts").entries(), ("outputs", "raw_outputs")
+    return [{key: value for key, value in entry.items() if key not in left} for entry in entries]
 
 
 def read_generations(path: Path, field: str) -> list[Entry]:
@@ -40,16 +39,16 @@ def read_generations(path: Path, field: str) -> list[Entry]:
 
     Raises ``UserError`` as `read_prompts` does.
     """
-    kind = "ParEval's generations"
-    entries = _read(path, field, kind)
+    file = _File(path, field, "ParEval's generations")
+    entries = file.entries()
     for at, entry in enumerate(entries):
         outputs = entry.get("outputs")
         if not isinstance(outputs, list) or not outputs:
-            raise _other(path, field, kind, f"[{at}].outputs", outputs, "a list of at least one text")
+            raise file.fault(f"[{at}].outputs", outputs, "a list of at least one text")
         texts = [output.get("generated_output") if isinstance(output, dict) else output for output in outputs]
         for number, text in enumerate(texts):
             if not isinstance(text, str):
-                raise _other(path, field, kind, f"[{at}].outputs[{number}]", text, "a text")
+                raise file.fault(f"[{at}].outputs[{number}]", text, "a text")
         entry["outputs"] = texts
     return entries
 
@@ -61,8 +60,8 @@ def read_results(path: Path, field: str) -> list[Judged]:
 
     Raises ``UserError`` as `read_prompts` does, and for a file without results or a problem judged in part.
     """
-    kind = "ParEval's results"
-    entries = _read(path, field, kind)
+    file = _File(path, field, "ParEval's results")
+    entries = file.entries()
     texts: dict[tuple[str, ...], int] = {}
     objects: dict[int, Entry] = {}
     for at, entry in enumerate(entries):
@@ -74,18 +73,20 @@ def read_results(path: Path, field: str) -> list[Judged]:
                 texts[_problem(entry)] = at
     problems = {_problem(entry) for entry in objects.values()}
     if not problems:
-        raise UserError(field, str(path), f"{kind}: outputs that are objects with did_build and runs; none is here")
+        raise UserError(
+            field, str(path), f"{file.kind}: outputs that are objects with did_build and runs; none is here"
+        )
     for problem in sorted(problems & set(texts)):
         accepted = f"objects, as other outputs of {problem[0]} ({problem[2]}) are: it is judged in part"
         raise UserError(field, f"{path}[{texts[problem]}].outputs", accepted)
     if texts:
         say(f"{path}: not judged, and left out: {len(texts)} of {len(problems) + len(texts)} problems")
-    return _Results(path, field, kind).problems(objects)
+    return file.problems(objects)
 
 
 def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
     """Return results, as written by this package, as problems."""
-    return _Results(Path("results"), "results", "results").problems(dict(enumerate(entries)))
+    return _File(Path("results"), "results", "results").problems(dict(enumerate(entries)))
 
 
 def samples_of(entries: Sequence[Entry]) -> Counter[tuple[str, str, str]]:
@@ -96,40 +97,8 @@ def samples_of(entries: Sequence[Entry]) -> Counter[tuple[str, str, str]]:
 def write(path: Path, entries: Sequence[Entry], field: str) -> None:
     """Write a file of ParEval's, whole or not at all; raises ``UserError`` where that is not possible."""
     raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
-    with written(path, field):
+    with refused(field, path, "a file that can be written"):
         replace_whole(path, raw)
-
-
-@contextmanager
-def written(path: Path, field: str) -> Iterator[None]:
-    """Raise ``UserError`` in the place of an ``OSError`` from writing a file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(field, str(path), f"a file that can be written; {error.strerror}") from None
-
-
-def _read(path: Path, field: str, kind: str) -> list[Entry]:
-    try:
-        value = read_json(path, _MOST_BYTES)
-    except OSError as error:
-        raise UserError(field, str(path), f"a file of {kind}, JSON; {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(field, str(path), f"a file of {kind}, JSON; {error}") from None
-    if not isinstance(value, list) or not value:
-        raise UserError(field, str(path), f"{kind}: a list with an object for each problem")
-    for at, entry in enumerate(value):
-        if not isinstance(entry, dict):
-            raise _other(path, field, kind, f"[{at}]", entry, "an object")
-        for key in _TEXTS:
-            if not isinstance(entry.get(key), str):
-                raise _other(path, field, kind, f"[{at}].{key}", entry.get(key, NOT_GIVEN), "a text")
-    return value
-
-
-def _other(path: Path, field: str, kind: str, where: str, value: object, accepted: str) -> UserError:
-    shown = " ".join(str(value).split())[:60]
-    return UserError(field, f"{path}{where}", f"{accepted}, as in {kind}; here {shown}")
 
 
 def _problem(entry: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -137,42 +106,61 @@ def _problem(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return entry["name"], entry["problem_type"], entry["parallelism_model"]
 
 
-class _Results:
-    """Reader of the entries of a file of results."""
+class _File(NamedTuple):
+    """File of ParEval's, as errors name it."""
 
-    def __init__(self, path: Path, field: str, kind: str):
-        self._path, self._field, self._kind = path, field, kind
+    path: Path
+    field: str
+    kind: str
+
+    def entries(self) -> list[Entry]:
+        """Read the objects of the file; raises ``UserError`` where it is not readable or not of this form."""
+        with refused(self.field, self.path, f"a file of {self.kind}, JSON"):
+            value = read_json(self.path, _MOST_BYTES)
+        if not isinstance(value, list) or not value:
+            raise UserError(self.field, str(self.path), f"{self.kind}: a list with an object for each problem")
+        for at, entry in enumerate(value):
+            if not isinstance(entry, dict):
+                raise self.fault(f"[{at}]", entry, "an object")
+            for key in _TEXTS:
+                if not isinstance(entry.get(key), str):
+                    raise self.fault(f"[{at}].{key}", entry.get(key, NOT_GIVEN), "a text")
+        return value
+
+    def fault(self, where: str, value: object, accepted: str) -> UserError:
+        """Return the refusal of a value at a place of the file."""
+        shown = " ".join(str(value).split())[:60]
+        return UserError(self.field, f"{self.path}{where}", f"{accepted}, as in {self.kind}; here {shown}")
 
     def problems(self, entries: Mapping[int, Mapping[str, Any]]) -> list[Judged]:
         """Read the problems of entries, by their place in the file, with the samples of all their entries."""
         samples: dict[tuple[str, str, str], list[Sample]] = {}
         for at, entry in entries.items():
             own = samples.setdefault(_problem(entry), [])
-            own += (
-                self._sample(f"[{at}].outputs[{place}]", place, output) for place, output in enumerate(entry["outputs"])
-            )
+            for place, output in enumerate(entry["outputs"]):
+                own.append(self._sample(f"[{at}].outputs[{place}]", place, output))
         return [Judged(*problem, tuple(own)) for problem, own in samples.items()]
 
     def _sample(self, where: str, place: int, output: Mapping[str, Any]) -> Sample:
         for key in ("did_build", "is_source_valid"):
             if not isinstance(output.get(key), bool):
-                raise self._fault(f"{where}.{key}", output.get(key, NOT_GIVEN), "true or false")
+                raise self.fault(f"{where}.{key}", output.get(key, NOT_GIVEN), "true or false")
         runs = output.get("runs", NOT_GIVEN)
         good = isinstance(runs, list) and bool(runs) and all(isinstance(run, dict) for run in runs)
         if runs is not None and not good:
-            raise self._fault(f"{where}.runs", runs, "a list of at least one object, or null")
+            raise self.fault(f"{where}.runs", runs, "a list of at least one object, or null")
         sequential = self._seconds(where, output, "best_sequential_runtime")
         read = tuple(self._run(f"{where}.runs[{at}]", run) for at, run in enumerate(runs or ()))
         if sequential is None and any(run.valid for run in read):
-            raise self._fault(f"{where}.best_sequential_runtime", None, "a number of seconds beside a valid run")
+            raise self.fault(f"{where}.best_sequential_runtime", None, "a number of seconds beside a valid run")
         return Sample(output["did_build"], read, sequential, output["is_source_valid"], place)
 
     def _run(self, where: str, run: Mapping[str, Any]) -> TimedRun:
         if not isinstance(valid := run.get("is_valid", NOT_GIVEN), bool | None):
-            raise self._fault(f"{where}.is_valid", valid, "true, false or null")
+            raise self.fault(f"{where}.is_valid", valid, "true, false or null")
         seconds = self._seconds(where, run, "runtime")
         if valid and seconds is None:
-            raise self._fault(f"{where}.runtime", None, "a number of seconds for a valid run")
+            raise self.fault(f"{where}.runtime", None, "a number of seconds for a valid run")
         return TimedRun(
             bool(valid), seconds, self._count(where, run, "num_procs"), self._count(where, run, "num_threads")
         )
@@ -182,14 +170,11 @@ class _Results:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
-            raise self._fault(f"{where}.{key}", value, "a number of seconds, or null")
+            raise self.fault(f"{where}.{key}", value, "a number of seconds, or null")
         return float(value)
 
     def _count(self, where: str, values: Mapping[str, Any], key: str) -> int | None:
         value = values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31):
-            raise self._fault(f"{where}.{key}", value, "an integer of at least 1")
+            raise self.fault(f"{where}.{key}", value, "an integer of at least 1")
         return value
-
-    def _fault(self, where: str, value: object, accepted: str) -> UserError:
-        return _other(self._path, self._field, self._kind, where, value, accepted)

@@ -1,52 +1,36 @@
 """Forms of a prompt: the bare text to continue, or a request in a template; and the function's body in the answer."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from axonn_jax.data.instructions.chat import ChatTemplate
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca, chat_template_of
-from axonn_jax.evaluate.cut import body_of, cut
 
 _FENCE = "```"
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(```|\Z)", re.DOTALL)
 _NAME = re.compile(r"(\w+)\s*\([^()]*\)\s*\{?\s*\Z")
 
 
-class PromptForm(Protocol):
-    """Form of a prompt."""
-
-    prompted: bool
-    """True for a request, by ParEval's word."""
-    special: bool
-    """True if the tokenizer adds its special tokens to the text."""
-
-    def text(self, prompt: str) -> str:
-        """Return the text to continue."""
-
-    def ended(self, prompt: str, text: str) -> bool:
-        """Return True if a continuation holds the whole function."""
-
-    def body(self, prompt: str, text: str) -> str:
-        """Return the function's body in a continuation, closing brace included."""
-
-
 class Bare:
     """The prompt itself, which the function's body continues."""
 
-    prompted, special = False, True
+    prompted = False
+    """True for a request, by ParEval's word."""
+    special = True
+    """True if the tokenizer adds its special tokens to the text."""
 
     def text(self, prompt: str) -> str:
-        """Return the prompt without blanks at its ends."""
+        """Return the text to continue: the prompt without blanks at its ends."""
         return prompt.strip()
 
     def ended(self, prompt: str, text: str) -> bool:
-        """Return True behind the closing brace."""
+        """Return True if a continuation holds the whole function: behind the closing brace."""
         return cut(text) is not None
 
     def body(self, prompt: str, text: str) -> str:
-        """Return the text up to the closing brace."""
+        """Return the function's body in a continuation: the text up to the closing brace."""
         return cut(text) or text
 
 
@@ -80,6 +64,10 @@ class Asked:
         return body_of(name, block)
 
 
+PromptForm = Bare | Asked
+"""Form of a prompt."""
+
+
 def form_of(template: str, folder: Path) -> PromptForm:
     """Return the form of a template, or of none; raise ``UserError`` for an unknown name or a file of no use."""
     if template == "none":
@@ -91,3 +79,39 @@ def _name(prompt: str) -> str:
     """Return the name of the function that a prompt ends with."""
     match = _NAME.search(prompt.strip().splitlines()[-1])
     return match[1] if match else ""
+
+
+def cut(text: str) -> str | None:
+    """Return a function's body up to its closing brace, None without one; braces in literals and comments are text."""
+    depth = 1
+    for at in _code(text):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[: at + 1]
+    return None
+
+
+def body_of(name: str, text: str) -> str:
+    """Return the body of a function in a text, closing brace included; a text without the name is the body itself."""
+    opening = text.find("{", text.find(name)) if name and name in text else -1
+    rest = text[opening + 1 :]
+    return cut(rest) or rest
+
+
+def _code(text: str) -> Iterator[int]:
+    """Indices of characters outside of literals and comments."""
+    at = 0
+    while at < len(text):
+        char, pair = text[at], text[at : at + 2]
+        if pair in ("//", "/*"):
+            end = "\n" if pair == "//" else "*/"
+            last = text.find(end, at + 2)
+            at = len(text) if last < 0 else last + len(end)
+        elif char in "\"'" and not (char == "'" and at and text[at - 1].isalnum()):  # 1'000 is a number
+            at += 1
+            while at < len(text) and text[at] not in (char, "\n"):
+                at += 2 if text[at] == "\\" else 1
+            at += 1
+        else:
+            yield at
+            at += 1

@@ -6,14 +6,14 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import open_regular, parse_json, replace_whole
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, refused
 from axonn_jax.evaluate.build import Builder, hand_over
-from axonn_jax.evaluate.formats import written
 from axonn_jax.evaluate.sandbox import Limits
 from axonn_jax.evaluate.sandbox import run as run_under
 from axonn_jax.evaluate.suite import MODELS, Problem
@@ -23,6 +23,7 @@ _A_THREAD = 160 << 20
 """Address space of a thread: its stack and its part of the heap."""
 _NEEDED = {"serial": "", "omp": "#pragma omp"}
 _SEED = 1
+_WRITABLE = "a file that can be written"
 _SECONDS = re.compile(r"[0-9]{1,9}\.[0-9]{9}")
 """A time as the driver writes it: a sample may write others to the same descriptor."""
 
@@ -34,11 +35,10 @@ def threads_of(model: str) -> list[int]:
 
 
 class Judge:
-    """Builds and runs the samples of a suite; closed by the end of its `with`."""
+    """Builds and runs the samples of a suite under limits; closed by the end of its `with`."""
 
-    def __init__(self, builder: Builder, empty: Path, *, seconds: float, memory: int, as_root: bool):
-        self._builder, self._empty = builder, empty
-        self._seconds, self._memory, self._as_root = seconds, memory, as_root
+    def __init__(self, builder: Builder, empty: Path, limits: Limits):
+        self._builder, self._empty, self.limits = builder, empty, limits
         self._references: dict[tuple[str, str], float] = {}
 
     def output(self, problem: Problem, model: str, prompt: str, text: str) -> dict[str, Any]:
@@ -86,9 +86,9 @@ class Judge:
         self._references[problem.name, model] = done["best_sequential_runtime"]
 
     def _run(self, program: Path, problem: Problem, threads: int) -> dict[str, Any]:
-        limits = Limits(self._seconds, self._memory + threads * _A_THREAD, threads)
+        limits = replace(self.limits, memory=self.limits.memory + threads * _A_THREAD, threads=threads)
         command, environ = [str(program), str(problem.size), str(_SEED)], {"OMP_NUM_THREADS": str(threads)}
-        ended = run_under(command, self._empty, limits, filtered=True, as_root=self._as_root, environ=environ)
+        ended = run_under(command, self._empty, limits, filtered=True, environ=environ)
         values = {name: value for name, _, value in (line.partition(": ") for line in ended.results.splitlines())}
         times = [values.get(name, "") for name in ("Time", "BestSequential")]
         did_run = ended.status == 0 and not ended.stopped
@@ -104,24 +104,21 @@ class Judge:
 
 
 @contextmanager
-def judging(suite: str, command: Sequence[str], *, seconds: float, memory: int, as_root: bool) -> Iterator[Judge]:
+def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judge]:
     """Give a judge with folders of its own, removed at the end.
 
     Args:
         suite: Name of the suite.
         command: Words that start the compiler.
-        seconds: Most wall-clock time of a run.
-        memory: Most bytes of a run, beyond those of its threads.
-        as_root: True to let programs run as root.
+        limits: Most that a run may take, of memory beyond that of its threads.
     """
     with tempfile.TemporaryDirectory(prefix="axonn-jax-") as place:
         folders = [Path(place) / name for name in ("build", "empty")]
         for folder in folders:
             folder.mkdir()
         Path(place).chmod(0o711)
-        hand_over(folders[0], as_root=as_root)
-        builder = Builder(suite, command, folders[0], as_root=as_root)
-        yield Judge(builder, folders[1], seconds=seconds, memory=memory, as_root=as_root)
+        hand_over(folders[0], as_root=limits.as_root)
+        yield Judge(Builder(suite, command, folders[0], as_root=limits.as_root), folders[1], limits)
 
 
 @contextmanager
@@ -139,7 +136,7 @@ def judged_before(
     """
     head, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
     results: list[dict[str, Any]] = []
-    with written(path, "--out"):
+    with refused("--out", path, _WRITABLE):
         with suppress(FileNotFoundError, ValueError), open_regular(path) as made:
             raw = made.read()
         first, *lines = raw.split(b"\n")[:-1] or [b""]  # a stop may have cut the last line
@@ -152,7 +149,7 @@ def judged_before(
             replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
 
     def add(result: dict[str, Any]) -> None:
-        with written(path, "--out"):
+        with refused("--out", path, _WRITABLE):
             if not results:
                 replace_whole(path, head + b"\n")
             with path.open("a", encoding="ascii") as file:

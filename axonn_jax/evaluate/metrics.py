@@ -146,7 +146,10 @@ def _mean(values: Iterable[float | None]) -> float:
 
 def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
     number = len(problem.samples)
-    speedups = [_speedup(sample, problem.sequential, resources) for sample in problem.samples]
+    speedups = []
+    for sample in problem.samples:
+        times = [run.seconds for run in sample.runs if run.resources == resources and run.seconds is not None]
+        speedups.append(problem.sequential / max(min(times), _LEAST_S) if sample.correct and times else 0.0)
     speedup = best_of_k(speedups, k)
     return {
         "build": pass_at_k(number, sum(sample.built for sample in problem.samples), k),
@@ -156,14 +159,11 @@ def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None
     }
 
 
-def _speedup(sample: Sample, sequential: float, resources: int) -> float:
-    times = [run.seconds for run in sample.runs if run.resources == resources and run.seconds is not None]
-    return sequential / max(min(times), _LEAST_S) if sample.correct and times else 0.0
-
-
 def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
     wanted, divisor = _CODE.get(problem.model, _ALL)
-    samples = [sample._replace(runs=_counted(problem.model, sample.runs)) for sample in problem.samples]
+    samples = list(problem.samples)
+    if problem.model == "kokkos":
+        samples = [sample._replace(runs=tuple(run for run in sample.runs if run.threads != 64)) for sample in samples]
     builds = [sample.built for sample in samples for _ in sample.runs or (None,)]
     chosen = [(sample, [run for run in sample.runs if run.valid and _is_chosen(run, wanted)]) for sample in samples]
     times = sorted(run.seconds or 0.0 for _, runs in chosen for run in runs)
@@ -180,10 +180,6 @@ def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]
         "speedup": speedup,
         "efficiency": None if speedup is None else speedup / divisor,
     }
-
-
-def _counted(model: str, runs: tuple[TimedRun, ...]) -> tuple[TimedRun, ...]:
-    return tuple(run for run in runs if model != "kokkos" or run.threads != 64)
 
 
 def _is_chosen(run: TimedRun, wanted: tuple[int | None, int | None]) -> bool:

@@ -40,6 +40,8 @@ class Limits:
     threads: int = 1
     file: int = 0
     """Size of a written file, in bytes."""
+    as_root: bool = False
+    """True to leave root's rights to a program started by root; else it becomes nobody."""
 
 
 class Ended(NamedTuple):
@@ -58,14 +60,11 @@ def check_sandbox(*, as_root: bool) -> None:
     if not sys.platform.startswith("linux") or (machine := platform.machine()) not in jail.MACHINES:
         known = " or ".join(jail.MACHINES)
         raise UserError("--execute", True, f"Linux on {known}, whose system calls the sandbox knows; not {machine}")
-    limits = Limits(seconds=30.0, memory=1 << 30)
-    ended = run([shutil.which("true") or "/bin/true"], Path("/"), limits, filtered=True, as_root=as_root)
+    limits = Limits(seconds=30.0, memory=1 << 30, as_root=as_root)
+    ended = run([shutil.which("true") or "/bin/true"], Path("/"), limits, filtered=True)
     if ended.status:
-        raise UserError("--execute", True, f"a system whose programs start in the sandbox; `true`: {_shown(ended)}")
-
-
-def _shown(ended: Ended) -> str:
-    return " ".join(f"{ended.stopped} {ended.errors}".split()) or f"status {ended.status}"
+        why = " ".join(f"{ended.stopped} {ended.errors}".split()) or f"status {ended.status}"
+        raise UserError("--execute", True, f"a system whose programs start in the sandbox; `true`: {why}")
 
 
 def run(
@@ -74,7 +73,6 @@ def run(
     limits: Limits,
     *,
     filtered: bool,
-    as_root: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run a program in a folder until its end, or until a limit.
@@ -84,7 +82,6 @@ def run(
         folder: Current directory of the program.
         limits: Most that the program may take.
         filtered: True for a filter of system calls: no files to write, no processes, no network.
-        as_root: True to leave root's rights to a program started by root; else it becomes nobody.
         environ: Environment variables beyond the few that are passed on; without a filter, beyond all.
 
     Raises:
@@ -95,7 +92,7 @@ def run(
     given = {
         "results": results,
         "failed": (failed := f"{secrets.token_hex(8)}: "),
-        "nobody": os.geteuid() == 0 and not as_root,
+        "nobody": os.geteuid() == 0 and not limits.as_root,
         "memory": limits.memory,
         "cpu": int(limits.seconds * limits.threads) + 1,
         "file": limits.file,

@@ -11,7 +11,6 @@ from axonn_jax.errors import UserError, nearest
 SUITES = ("mini",)
 MODELS = ("serial", "omp")
 """Execution models of the suites."""
-"""Template of a prompt: none, the form of HPC-Coder-V2, or the tokenizer's chat template."""
 _FOLDER = Path(__file__).parent
 _SECTION = re.compile(r"^//@ (\w+) ?(.*)$", re.MULTILINE)
 _HINTS = {"serial": "", "omp": "   Use OpenMP to compute in parallel.\n"}
@@ -63,16 +62,11 @@ class Problem:
         return "\n".join(['#include "prelude.hpp"', '#include "draw.hpp"', *own, '#include "driver.hpp"', ""])
 
 
-def check_suite(name: str) -> None:
-    """Raise ``UserError`` for the name of no suite."""
-    if name not in SUITES:
-        accepted = f"one of {', '.join(SUITES)}, or a file of ParEval's prompts, FILE.json"
-        raise UserError("--suite", name, accepted + nearest(name, SUITES))
-
-
 def problems(suite: str) -> list[Problem]:
     """Return the problems of a suite, by type; raises ``UserError`` for an unknown suite."""
-    check_suite(suite)
+    if suite not in SUITES:
+        accepted = f"one of {', '.join(SUITES)}, or a file of ParEval's prompts, FILE.json"
+        raise UserError("--suite", suite, accepted + nearest(suite, SUITES))
     return [_problem(path) for path in sorted((_FOLDER / suite).glob("*.cc"))]
 
 

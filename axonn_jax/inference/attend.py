@@ -1,7 +1,7 @@
-"""Attention over a slot's cache: to all keys, and the protocol of ways to attend to fewer."""
+"""Attention over a slot's cache: to all keys, the base of ways to attend to fewer."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,50 +29,32 @@ class Seen:
     """Rule of the layer's attention; `valid` has its window."""
 
 
-class CachedAttention(Protocol):
-    """Choice of the keys for a token, and the keys' form in a layer's cache. `extra` is a layer's own data, if any."""
-
-    name: str
-    dense_prompt: bool
-    """True if a prompt goes through in chunks, with full attention, and all keys stay; False: token by token."""
-
-    calibrated: bool
-    """True if each layer must have an `extra`."""
-
-    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
-        """Features and dtype (None: the model's) of each array of a layer's cache."""
-
-    def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
-        """Return the arrays to cache for keys and values [batch, kv_heads, seq, head_dim]."""
-
-    def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the model's keys and values from the cached arrays."""
-
-    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """Put `new` tokens into the cache, and attend with queries [slots, kv_heads, group, head_dim]."""
-
-
 class FullAttention:
-    """Attention to every key."""
+    """Attention to every key, and the base of ways to attend to fewer. `extra` is a layer's own data, if any."""
 
     name: str = "full"
     dense_prompt: bool = True
+    """True if a prompt goes through in chunks, with full attention, and all keys stay; False: token by token."""
     calibrated: bool = False
+    """True if each layer must have an `extra`."""
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
-        """Keys and values."""
+        """Features and dtype (None: the model's) of each array of a layer's cache: keys and values."""
         return (head_dim, None), (head_dim, None)
 
     def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
-        """Return keys and values unchanged."""
+        """Return the arrays to cache for keys and values [batch, kv_heads, seq, head_dim]: both unchanged."""
         return k, v
 
     def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
-        """Return keys and values unchanged."""
+        """Return the model's keys and values from the cached arrays."""
         return arrays[0], arrays[1]
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """Softmax over all valid places, in float32."""
+        """Put `new` tokens into the cache, and attend with queries [slots, kv_heads, group, head_dim].
+
+        Softmax over all valid places, in float32.
+        """
         k, v = arrays = append(arrays, new, seen.newest)
         return weighted(scores(q, k, seen.rule), seen.valid[:, None, None], v).astype(q.dtype), arrays
 

@@ -48,15 +48,11 @@ def _linears(model: nnx.Module) -> dict[str, Linear]:
 def with_kernels_transposed(parts: SplitModule, params: Params, mesh: Mesh) -> tuple[SplitModule, Params]:
     """Parts of a model whose linear layers hold their kernels as [n, k], and such parameters; `params` is changed."""
     names = _linears(parts.merge(parts.params))
-    specs = {name: _reversed(spec) if name in names else spec for name, spec in parts.specs.items()}
+    specs = dict(parts.specs)
     shapes: Any = dict(parts.params)
     for name in names:  # both forms of only one are there at a time, if nothing else holds them
+        specs[name] = P(*reversed((*specs[name], None, None)[:2]))
         shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape[::-1], shapes[name].dtype)
         turn = jax.jit(jnp.transpose, out_shardings=NamedSharding(mesh, specs[name]))
         params[name] = turn(params.pop(name))
     return SplitModule(shapes, specs, _Merge(parts)), params
-
-
-def _reversed(spec: P) -> P:
-    first, last = (*spec, None, None)[:2]
-    return P(last, first)

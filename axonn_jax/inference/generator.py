@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import (
@@ -25,7 +25,6 @@ from axonn_jax.inference.slots import (
     checked,
     copy_of,
     ids_of,
-    make_slots,
     numbered,
     parts_of,
     put,
@@ -69,7 +68,7 @@ class Generator:
         slots: int = 8,
         length: int | None = None,
         dtype: Any = None,
-        attention: CachedAttention | None = None,
+        attention: FullAttention | None = None,
         extras: Sequence[Any] | None = None,
         stops: Sequence[int] | None = None,
         limit: int | None = None,
@@ -90,7 +89,8 @@ class Generator:
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
         """Data of the attention for each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)
-        self._slots, self._steps = make_slots(slots, replicas), integer("steps", steps, 1)
+        self._slots = [Slot(at, *divmod(at, slots // replicas)) for at in range(slots)]  # device by device
+        self._steps = integer("steps", steps, 1)
         self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
 
     def generate(

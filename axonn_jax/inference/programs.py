@@ -12,15 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.inference.attend import CachedAttention, Seen, attend_chunk
+from axonn_jax.inference.attend import FullAttention, Seen, attend_chunk
 from axonn_jax.inference.cache import LayerCache, insert, positions, tokens_to_write
 from axonn_jax.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import live
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule
 from axonn_jax.tensor.loss import masked
-from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import gather_weights
 
 NO_TOKEN = -2
 """Token id of a decode for an ended slot; -1 is a token from logits that are not finite."""
@@ -73,7 +74,7 @@ class Programs:
     """
 
     def __init__(
-        self, parts: SplitModule, mesh: Mesh, attention: CachedAttention, dtype: Any, stops: tuple[int, ...], limit: int
+        self, parts: SplitModule, mesh: Mesh, attention: FullAttention, dtype: Any, stops: tuple[int, ...], limit: int
     ):
         self.parts, self.mesh, self.attention, self.dtype = parts, mesh, attention, jnp.dtype(dtype)
         self.stops, self._limit = stops, limit
@@ -144,7 +145,9 @@ class Programs:
             slots = slots._replace(left=jnp.where(ended, 0, slots.left))
             if slots.seen is not None:
                 slots = slots._replace(seen=mark_seen(slots.seen, chosen[:, None], active[:, None]))
-            return at + 1, caches, slots, drawn, scores, _any(slots.left > 0)
+            busy, over = slots.left > 0, live(BATCH_AXES)
+            goes_on = lax.psum(jnp.sum(busy, dtype=jnp.int32), over) > 0 if over else jnp.any(busy)
+            return at + 1, caches, slots, drawn, scores, goes_on
 
         rows = slots.last.shape[0]
         drawn, scores = jnp.full((steps, rows), NO_TOKEN, jnp.int32), jnp.zeros((steps, rows), jnp.float32)
@@ -252,12 +255,21 @@ def _copied(params: Any, extras: Any, caches: list[LayerCache], copy: Copy) -> t
     return ([tuple(one(array) for array in arrays) for arrays in caches],)
 
 
-def _any(here: jax.Array) -> jax.Array:
-    """Return True if `here` is true on any device along `data`."""
-    over = live(BATCH_AXES)
-    return jnp.any(here) if not over else lax.psum(jnp.sum(here, dtype=jnp.int32), over) > 0
-
-
 def _gathered(x: jax.Array, dim: int) -> jax.Array:
     over = live(BATCH_AXES)
     return x if not over else lax.all_gather(x, over, axis=dim, tiled=True)
+
+
+def logits(parts: SplitModule, mesh: Mesh, params: Params, tokens: jax.Array) -> jax.Array:
+    """Float32 logits [sequences, seq, vocab] of [sequences, seq] tokens, laid out over `data`, `z` and `y`.
+
+    All at once: the reference for generation with a cache.
+    """
+
+    def local(params: Params, tokens: jax.Array) -> jax.Array:
+        model: Any = parts.merge(params)
+        dtype = jnp.dtype("float32")
+        return gather_weights(model, dtype, skip=model.layer_list)(tokens, dtype=dtype)  # type: ignore[no-any-return]
+
+    region = shard_mapped(local, mesh, (parts.specs, P(BATCH_AXES)), P(BATCH_AXES, None, "y"))
+    return region(params, tokens)  # type: ignore[no-any-return]

@@ -13,12 +13,19 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.errors import UserError, integer
-from axonn_jax.inference.select import middle, ordered
+from axonn_jax.inference.select import bisected, ordered
+from axonn_jax.options import Range
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
 _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
+_RANGES = {
+    "temperature": Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True),
+    "top_p": Range("a number above 0 and at most 1", 0, 1, open_low=True),
+    "min_p": Range("a number from 0 to 1", 0, 1),
+    "repetition_penalty": Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST),
+}
 
 
 class SamplingForm(NamedTuple):
@@ -49,19 +56,13 @@ class Sampling:
 
     def check(self) -> None:
         """Raise ``UserError`` for a number out of range."""
-        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
-            if not isinstance(value := getattr(self, name), Real):
-                raise UserError(f"--{name.replace('_', '-')}", value, "a number")
         integer("--top-k", self.top_k, 0)
         integer("--seed", self.seed, 0, 2**32 - 1)
-        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
-            raise UserError("--temperature", self.temperature, f"0, or a number from {_LEAST} to {_MOST:,}")
-        if not 0 < self.top_p <= 1:
-            raise UserError("--top-p", self.top_p, "a number above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise UserError("--min-p", self.min_p, "a number from 0 to 1")
-        if not _LEAST <= self.repetition_penalty <= _MOST:
-            raise UserError("--repetition-penalty", self.repetition_penalty, f"a number from {_LEAST} to {_MOST:,}")
+        for name, limits in _RANGES.items():
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if not isinstance(value, Real):
+                raise UserError(flag, value, "a number")
+            limits.check(flag, value)  # type: ignore[arg-type]
 
     @property
     def form(self) -> SamplingForm:
@@ -176,15 +177,11 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
     places, weights = ordered(logits), jnp.exp(logits - top)
     enough = p * all_reduce(jnp.sum(weights, -1, keepdims=True), VOCAB_AXIS)
 
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # at `high` less than p lies above, at `low` more
-        between = middle(low, high)
-        above = all_reduce(jnp.sum(jnp.where(places > between, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
-        fits = above < enough
-        return jnp.where(fits, low, between), jnp.where(fits, between, high)
+    def has_more_above(place: jax.Array) -> jax.Array:
+        above = all_reduce(jnp.sum(jnp.where(places > place, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
+        return ~(above < enough)
 
-    lowest = jnp.full(top.shape, -(2**31), jnp.int32)
-    return lax.fori_loop(0, 32, halve, (lowest, ordered(top)))[1]
+    return bisected(jnp.full(top.shape, -(2**31), jnp.int32), ordered(top), has_more_above)[1]
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:

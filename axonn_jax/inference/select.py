@@ -3,6 +3,8 @@
 `lax.top_k` sorts whole rows on GPUs, and takes several times as long on CPUs for a k of hundreds.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,24 +16,27 @@ def ordered(x: jax.Array) -> jax.Array:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The integer between two, without overflow."""
-    return (low >> 1) + (high >> 1) + (low & high & 1)
+def bisected(
+    low: jax.Array, high: jax.Array, is_below: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The neighbouring int32 between two, of which the first `is_below` and the second is not."""
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        between = (low >> 1) + (high >> 1) + (low & high & 1)  # without overflow
+        below = is_below(between)
+        return jnp.where(below, between, low), jnp.where(below, high, between)
+
+    return lax.fori_loop(0, 32, halve, (low, high))
 
 
 def largest(scores: jax.Array, k: jax.Array) -> jax.Array:
     """Masks of the `k` [...] largest of each row of float32 scores [..., n], as [..., n] bool; 1 <= k <= n."""
     places, k = ordered(scores), k[..., None]
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # at least k are at or above `low`, fewer than k at or above `high`
-        between = middle(low, high)
-        enough = jnp.sum(places >= between, -1, keepdims=True, dtype=jnp.int32) >= k
-        return jnp.where(enough, between, low), jnp.where(enough, high, between)
-
     low = jnp.full((*scores.shape[:-1], 1), -(2**31), jnp.int32)
     high = jnp.max(places, -1, keepdims=True) + 1
-    threshold = lax.fori_loop(0, 32, halve, (low, high))[0]
+    # at least k are at or above the threshold, fewer than k above it
+    threshold, _ = bisected(low, high, lambda at: jnp.sum(places >= at, -1, keepdims=True, dtype=jnp.int32) >= k)
     above, equal = places > threshold, places == threshold
     missing = k - jnp.sum(above, -1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), -1) <= missing))

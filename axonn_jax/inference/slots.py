@@ -100,11 +100,6 @@ def checked(request: Request, vocab: int, length: int) -> Request:
     return Request(prompt, tokens, integer("sample", request.sample, 0, 2**32 - 1))
 
 
-def make_slots(slots: int, devices: int) -> list[Slot]:
-    """Return slots, dealt out to the devices along `data` in order."""
-    return [Slot(at, *divmod(at, slots // devices)) for at in range(slots)]
-
-
 def put(tree: Any, spec: P, mesh: Mesh) -> Any:
     """Return arrays, known in full to every process, laid out on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)

@@ -22,16 +22,12 @@ def ring_of(shape: ModelShape, length: int) -> int:
     return bucket(min(max(window or length for window in windows), length))
 
 
-def token_bytes(shape: ModelShape, programs: Programs) -> int:
-    """Return the bytes of a token of one slot, on all devices but `data`'s."""
-    each = [(count, kind or programs.dtype) for count, kind in programs.attention.features(shape.head_dim)]
-    return shape.layers * shape.kv_heads * sum(count * jnp.dtype(kind).itemsize for count, kind in each)
-
-
 def check_memory(shape: ModelShape, programs: Programs, slots: int, length: int, grid: Grid) -> None:
     """Raise ``UserError`` if so many slots of full length do not fit into free memory."""
     replicas, ring = grid.shape.batch_shards, ring_of(shape, length)
-    each = token_bytes(shape, programs) * ring * replicas // grid.mesh.devices.size
+    arrays = [(count, kind or programs.dtype) for count, kind in programs.attention.features(shape.head_dim)]
+    token = shape.layers * shape.kv_heads * sum(count * jnp.dtype(kind).itemsize for count, kind in arrays)
+    each = token * ring * replicas // grid.mesh.devices.size
     free = unused(grid.mesh, grid.size)
     if free and slots // replicas * each > free:
         accepted = f"at most {free // each * replicas} of {ring:,} tokens: {free / 2**30:.1f} GiB are free on a device"

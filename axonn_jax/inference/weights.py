@@ -72,12 +72,6 @@ def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
     return ends_of(folder, tokenizer, "RUN_DIR", vocab)
 
 
-def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
-    """Split heads over `y` and `x` if divisible: with few tokens attention would else be done twice along `x`."""
-    wide = BlockComm(attention=True)
-    return wide if grid.x > 1 and wide.fits(shape, grid) else BlockComm()
-
-
 def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
     """Return the sizes with which a model generates on a grid: `y` KV heads if `y` is a multiple of the KV heads.
 
@@ -129,7 +123,8 @@ class _Plan:
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
         self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
-        comm = comm_for(self.shape, grid.shape)
+        comm = BlockComm(attention=True)  # with few tokens attention would else be done twice along `x`
+        comm = comm if grid.shape.x > 1 and comm.fits(self.shape, grid.shape) else BlockComm()
         model = nnx.eval_shape(lambda: Transformer(self.shape, rngs=nnx.Rngs(0), comm=comm))
         self.model = fit_vocabulary(model, grid.shape)
         self.parts = shapes_of(split_module(self.model), jnp.dtype(dtype))

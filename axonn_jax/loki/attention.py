@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.layout import with_layout_constraint
 
 from axonn_jax.backend.repairs import on_cores
-from axonn_jax.inference.attend import Attended, Seen, products
+from axonn_jax.inference.attend import Attended, FullAttention, Seen, products
 from axonn_jax.inference.cache import ROW_MAJOR, LayerCache, append
 from axonn_jax.inference.select import compacted, largest
 
@@ -23,7 +23,7 @@ _CERTAIN = 3e38  # the newest token's score: it is always attended to
 
 
 @dataclass(frozen=True)
-class LokiAttention:
+class LokiAttention(FullAttention):
     """Attention to the keys that rank first by `first` features; a layer's `extra` are components [kv_heads, D, D].
 
     `keys` is the share of a slot's tokens, at least one; with `block` above 1 whole blocks of so many tokens are ranked

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from axonn_jax.documents import parse_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.weights import at_first_copies
 from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
@@ -192,7 +192,7 @@ def laid_out(components: Components, spec: P, mesh: Mesh, *, times: int = 1) -> 
     return [jax.make_array_from_callback(layer.shape, sharding, layer.__getitem__) for layer in layers]
 
 
-def attention_of(name: CachedKeys, options: LokiOptions, shape: ModelShape) -> CachedAttention:
+def attention_of(name: CachedKeys, options: LokiOptions, shape: ModelShape) -> FullAttention:
     """The choice of keys that a command line names."""
     makers: dict[CachedKeys, Callable[[], Any]] = {
         "full": FullAttention,

@@ -17,7 +17,7 @@ from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.distributed.launch import World
+from axonn_jax.distributed.processes import World
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops

@@ -14,11 +14,11 @@ from axonn_jax import compat
 from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
-from axonn_jax.channels.choose import choose
+from axonn_jax.channels import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.distributed.initialize import describe, start
-from axonn_jax.distributed.launch import World
+from axonn_jax.distributed.processes import World
 from axonn_jax.documents import Held, held, in_sight, made
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid

@@ -68,8 +68,8 @@ def ours(path: Path, *joined: str) -> tuple[Generate, dict[str, Any]]:
     import jax.numpy as jnp
 
     import axonn_jax as ax
-    from axonn_jax.inference.forward import logits
     from axonn_jax.inference.generator import Request
+    from axonn_jax.inference.programs import logits
 
     several = {}
     if joined:

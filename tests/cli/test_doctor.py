@@ -250,7 +250,7 @@ def test_probe_ends_the_children_too(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     seen = probe(["bash", "-c", f"sleep 600 & echo $! > {pid}; wait"], 1)
     assert seen.timed_out
-    assert seen.trouble(1) == "no answer within 1 s"
+    assert seen.trouble == "no answer within 1 s"
     with pytest.raises(ProcessLookupError):
         _wait_gone(int(pid.read_text()))
 
@@ -269,7 +269,7 @@ def _wait_gone(pid: int) -> None:
 def test_probe_of_a_missing_program() -> None:
     seen = probe(["/no/such/program"], 1)
     assert not seen.ok
-    assert "No such file" in seen.trouble(1)
+    assert "No such file" in seen.trouble
 
 
 def test_same_mpi() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from axonn_jax.evaluate.build import FLAGS, compiler
 from axonn_jax.evaluate.judge import judging, threads_of
+from axonn_jax.evaluate.sandbox import Limits
 from axonn_jax.evaluate.suite import MODELS, headers, problems
 
 KINDS = {
@@ -115,7 +116,7 @@ def check(judge, problem, model):
 
 @pytest.fixture(scope="module")
 def judge():
-    with judging("mini", compiler(None), seconds=60, memory=2 << 30, as_root=False) as made:
+    with judging("mini", compiler(None), Limits(seconds=60, memory=2 << 30)) as made:
         yield made
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=[False, True] if os.geteuid() == 0 else [False], ids=str)
 def judge(request):
-    with judging("mini", compiler(None), seconds=60, memory=1 << 28, as_root=request.param) as made:
+    with judging("mini", compiler(None), sandbox.Limits(seconds=60, memory=1 << 28, as_root=request.param)) as made:
         made.output(TRANSFORM, "serial", prompt(), "}")  # the reference solution has its time
         yield made
 
@@ -94,14 +95,14 @@ def prompt():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_that_does_harm_is_stopped(judge, tmp_path, monkeypatch, case):
-    if judge._as_root and case not in ("starts a shell", "removes a file", "opens a socket"):
+    if judge.limits.as_root and case not in ("starts a shell", "removes a file", "opens a socket"):
         pytest.skip("as nobody is enough")
     tmp_path.chmod(0o777)
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "kept").chmod(0o666)
     body, says = CASES[case]
     if says.startswith("time: "):
-        monkeypatch.setattr(judge, "_seconds", 1.0)
+        monkeypatch.setattr(judge, "limits", replace(judge.limits, seconds=1.0))
     done = judge.output(TRANSFORM, "serial", prompt(), body.replace("PLACE", str(tmp_path)) + "\n}")
     assert done["build_error"] == ""
     (run,) = done["runs"]
@@ -133,9 +134,9 @@ def test_lines_of_a_sample_are_a_wrong_result(case, tmp_path, monkeypatch):
     command = ["/bin/sh", "-c", f"printf '%s\\n' '{lines}' >&3; {end}"]
     monkeypatch.setattr(
         "axonn_jax.evaluate.judge.run_under",
-        lambda _, folder, limits, **__: sandbox.run(command, folder, limits, filtered=False, as_root=True),
+        lambda _, folder, limits, **__: sandbox.run(command, folder, limits, filtered=False),
     )
-    judge = Judge(None, tmp_path, seconds=60, memory=1 << 30, as_root=True)
+    judge = Judge(None, tmp_path, sandbox.Limits(seconds=60, memory=1 << 30, as_root=True))
     done = judge._run(tmp_path, TRANSFORM, 1)
     assert (done["is_valid"], done["runtime"], done["best_sequential_runtime"]) == (False, None, None)
     assert done["stopped"] == stopped

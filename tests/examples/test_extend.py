@@ -75,6 +75,6 @@ def test_the_order_runs_every_task(page):
 
 
 def test_the_command_reads_its_flag(page, monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "COMMANDS", (*command_line.COMMANDS, command_line.Command("hello", "greet")))
+    monkeypatch.setitem(command_line.COMMANDS, "hello", "greet")
     assert command_line.main(["hello", "--name", "Ada"]) == 0
     assert capsys.readouterr().out == "hello Ada\n"

@@ -17,7 +17,7 @@ from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
 from axonn_jax.data.tokenize import load
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.forward import logits
+from axonn_jax.inference.programs import logits
 from axonn_jax.inference.weights import of_run
 
 CONFIG = """

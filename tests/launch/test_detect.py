@@ -2,7 +2,14 @@
 
 import pytest
 
-from axonn_jax.distributed.launch import Explicit, World, binding_notice, detect, first_slurm_host, slurm_notice
+from axonn_jax.distributed.processes import (
+    World,
+    binding_notice,
+    detect,
+    explicit_world,
+    first_slurm_host,
+    slurm_notice,
+)
 from axonn_jax.errors import UserError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
@@ -85,21 +92,21 @@ def test_contradicting_slurm_variables_are_refused(name, value):
 
 
 def test_explicit_arguments_win_over_everything():
-    world = detect({**SLURM, **OPEN_MPI}, not_asked, Explicit("node1:1234", 2, 1))
+    world = detect({**SLURM, **OPEN_MPI}, not_asked, explicit_world("node1:1234", 2, 1))
     assert (world.rank, world.size, world.coordinator) == (1, 2, "node1:1234")
 
 
 @pytest.mark.parametrize(
     ("told", "field"),
     [
-        (Explicit("node1:1234", 0, 0), "num_processes"),
-        (Explicit("node1:1234", 2, 2), "process_id"),
-        (Explicit("node1", 2, 0), "coordinator"),
+        (("node1:1234", 0, 0), "num_processes"),
+        (("node1:1234", 2, 2), "process_id"),
+        (("node1", 2, 0), "coordinator"),
     ],
 )
 def test_bad_explicit_arguments(told, field):
     with pytest.raises(UserError, match=field):
-        detect({}, not_asked, told)
+        explicit_world(*told)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ JOINED = World(1, 4, 1, None, "jax.distributed", "initialised before")
 
 def test_what_jax_has_joined_comes_first():
     assert detect({**SLURM, **OPEN_MPI}, not_asked, joined=JOINED) is JOINED
-    given = detect({}, not_asked, Explicit("node1:1234", 4, 1), JOINED)
+    given = detect({}, not_asked, explicit_world("node1:1234", 4, 1), JOINED)
     assert (given.rank, given.size, given.hosts) == (1, 4, JOINED.hosts)
     with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_SIZE = '8': the 4 processes"):
         detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, not_asked, joined=JOINED)

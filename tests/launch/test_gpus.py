@@ -10,8 +10,8 @@ from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
 from axonn_jax.distributed import gpus, initialize
 from axonn_jax.distributed.gpus import Gpu, idle, parse, shares, visible
-from axonn_jax.distributed.launch import World
 from axonn_jax.distributed.network import free_port
+from axonn_jax.distributed.processes import World
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 
@@ -177,8 +177,8 @@ def test_processes_that_may_share_a_gpu_do_not_each_take_nearly_all_of_it(monkey
     monkeypatch.setattr("axonn_jax.compat.accelerator_expected", lambda: True)
     monkeypatch.setattr("axonn_jax.compat.gpus_expected", lambda: True)
     monkeypatch.setattr("axonn_jax.compat.backends_started", lambda: False)
-    monkeypatch.setattr("axonn_jax.distributed.gpu_limits.raise_pinned_limit", lambda processes: None)
-    monkeypatch.setattr("axonn_jax.distributed.gpu_limits.raise_fraction", lambda: asked.append("fraction"))
+    monkeypatch.setattr("axonn_jax.distributed.initialize.raise_pinned_limit", lambda processes: None)
+    monkeypatch.setattr("axonn_jax.distributed.initialize.raise_fraction", lambda: asked.append("fraction"))
     if chosen:
         monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
     for name in ("_make_cpu_devices", "join"):

@@ -12,7 +12,7 @@ from axonn_jax.cli.doctor.checks import pinned, slurm
 from axonn_jax.cli.main import rank_of
 from axonn_jax.distributed.gpu_limits import LIMIT, VARIABLES, fraction, pinned_limit
 from axonn_jax.distributed.gpus import Gpu, visible
-from axonn_jax.distributed.launch import World, detect
+from axonn_jax.distributed.processes import World, detect
 from axonn_jax.errors import UserError
 
 LAUNCHERS = (

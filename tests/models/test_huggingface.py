@@ -17,7 +17,7 @@ from trainers import make_trainer
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.forward import logits
+from axonn_jax.inference.programs import logits
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
 from axonn_jax.models.transformer import Transformer

@@ -41,7 +41,12 @@ def run(args: Doctor) -> int:
     if not args.timeout > 0:
         raise UserError("--timeout", args.timeout, "a number of seconds above 0")
     began = time.perf_counter()
-    with _working():
+    status: AbstractContextManager[object] = nullcontext()
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        status = Console(stderr=True).status("looking around ...")
+    with status:
         rows = examine(args.timeout)
     seconds = round(time.perf_counter() - began, 2)
     good = not any(row.broken for row in rows)
@@ -57,7 +62,7 @@ def run(args: Doctor) -> int:
 
 def examine(timeout: float) -> list["Row"]:
     """Run all checks, in other processes side by side, and return the rows in a fixed order."""
-    from axonn_jax.cli.doctor import checks as checks
+    from axonn_jax.cli.doctor import checks
     from axonn_jax.cli.doctor.mpi import mpi
 
     parts: list[Callable[[], Iterable[Row]]] = [
@@ -71,15 +76,6 @@ def examine(timeout: float) -> list["Row"]:
     ]
     with ThreadPoolExecutor(len(parts)) as pool:
         return [row for rows in pool.map(lambda part: list(part()), parts) for row in rows]
-
-
-def _working() -> AbstractContextManager[object]:
-    """Show progress on a terminal."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status("looking around ...")
 
 
 def _show(rows: list["Row"]) -> None:

@@ -36,7 +36,7 @@ from axonn_jax.distributed.gpu_limits import (
     pinned_limit,
 )
 from axonn_jax.distributed.gpus import idle, shares
-from axonn_jax.distributed.launch import SLURM_STEP
+from axonn_jax.distributed.processes import SLURM_STEP
 from axonn_jax.errors import UserError
 
 _FAILS = {
@@ -60,25 +60,21 @@ _EXTRAS = {
     "torch": ("", "convert --check, and scripts that make oracle values or compare with PyTorch"),
 }
 _IMPORTS = """
-import importlib, json, sys
-for name in sys.argv[2:]:
+import importlib
+for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
         note = ""
     except BaseException as error:
         note = (type(error).__name__ + ": " + " ".join(str(error).split()))[:300]
-    print(sys.argv[1] + json.dumps({"import": name, "note": note}), flush=True)
+    tell(**{name: note})
 import jax
-print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
+tell(devices=[[d.platform, d.device_kind] for d in jax.devices()])
 from axonn_jax.backend.small_products import sums_are_wrong
-print(sys.argv[1] + json.dumps({"sums": sums_are_wrong()}), flush=True)
+tell(sums=sums_are_wrong())
 """
+_GPUS = "from axonn_jax.distributed.initialize import gpu_views\ntell(gpus=gpu_views())"
 _RANKS_SHOWN = 16
-_GPUS = """
-import json, sys
-from axonn_jax.distributed.initialize import gpu_views
-print(sys.argv[1] + json.dumps({"gpus": gpu_views()}), flush=True)
-"""
 
 
 def packages(timeout: float) -> Iterator[Row]:
@@ -94,10 +90,14 @@ def packages(timeout: float) -> Iterator[Row]:
     named = {name: modules.get(name, name.replace("-", "_")) for name in order}
     seen = probe(python(_IMPORTS, *named.values()), timeout)
     for name in order:
-        yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
-    yield devices(seen, timeout)
+        yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble))
+    yield devices(seen)
     if seen.answers.get("sums"):
-        yield wrong_sums()
+        wrong = (
+            "XLA's sums over products of 3 numbers are wrong on CPUs, from the 32,769th on; runs compile around that"
+        )
+        fix = "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"
+        yield Row("sums", "warning", wrong, "such sums in your own jax.jit programs", fix)
     if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
         yield preallocated(os.environ)
         yield pinned(os.environ)
@@ -109,15 +109,17 @@ def _package(name: str, range_: str, trouble: str) -> Row:
     fix = setup_command("--again") or pip_command("--upgrade", name + range_)
     supported = f" (supported: {range_})" if range_ else ""
     if version is None:
-        return Row(name, "missing", f"not installed{supported}", fails, fix, True)
-    if not satisfies(version, range_):
-        return Row(name, "missing", f"{version} is outside the supported range {range_}", fails, fix, True)
-    if trouble:
-        return Row(name, "missing", f"{version} does not import: {trouble}", fails, fix, True)
-    return Row(name, "ok", version + supported, fails, "", True)
+        finding = f"not installed{supported}"
+    elif not satisfies(version, range_):
+        finding = f"{version} is outside the supported range {range_}"
+    elif trouble:
+        finding = f"{version} does not import: {trouble}"
+    else:
+        return Row(name, "ok", version + supported, fails, "", True)
+    return Row(name, "missing", finding, fails, fix, True)
 
 
-def devices(seen: Probe, timeout: float) -> Row:
+def devices(seen: Probe) -> Row:
     """Return the finding on jax's devices, with a warning for an idle GPU."""
     fails = "everything that computes"
     gpus = probe(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], 10)
@@ -125,7 +127,7 @@ def devices(seen: Probe, timeout: float) -> Row:
     visible = seen.answers.get("devices")
     if visible is None:
         fix = "export JAX_PLATFORMS=cpu" if seen.timed_out or names else setup_command("--again") or pip_command("jax")
-        return Row("devices", "missing", f"jax.devices(): {seen.trouble(timeout)}", fails, fix, True)
+        return Row("devices", "missing", f"jax.devices(): {seen.trouble}", fails, fix, True)
     kinds = Counter(f"{kind} ({backend})" if kind != backend else kind for backend, kind in visible)
     summary = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if names and all(backend == "cpu" for backend, _ in visible):
@@ -137,13 +139,6 @@ def devices(seen: Probe, timeout: float) -> Row:
     return Row("devices", "ok", summary, fails, "", True)
 
 
-def wrong_sums() -> Row:
-    """Return the finding on sums that XLA's CPU backend gets wrong."""
-    wrong = "XLA's sums over products of 3 numbers are wrong on CPUs, from the 32,769th on; runs compile around that"
-    fix = "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"
-    return Row("sums", "warning", wrong, "such sums in your own jax.jit programs", fix)
-
-
 def gpu_shares(timeout: float) -> Row:
     """Return the finding on each process's GPUs in this launch."""
     fails = "runs of several processes on GPUs"
@@ -151,7 +146,7 @@ def gpu_shares(timeout: float) -> Row:
     seen = probe(python(_GPUS), timeout, launched=True)
     views = seen.answers.get("gpus")
     if views is None:
-        return Row("gpus", "warning", f"GPUs that a process sees are unknown: {seen.trouble(timeout)}", fails, fix)
+        return Row("gpus", "warning", f"GPUs that a process sees are unknown: {seen.trouble}", fails, fix)
     try:
         taken = shares(views)
     except UserError as error:
@@ -161,13 +156,8 @@ def gpu_shares(timeout: float) -> Row:
         for rank, (view, own) in enumerate(zip(views, taken, strict=True))
         if view
     ]
-    unused = idle(views, taken)
-    return Row(
-        "gpus",
-        "ok",
-        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "no GPUs that jax would use",
-        fails,
-    )
+    taking = "; ".join(filter(None, [*lines[:_RANKS_SHOWN], idle(views, taken)]))
+    return Row("gpus", "ok", taking or "no GPUs that jax would use", fails)
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:
@@ -243,7 +233,7 @@ def places() -> Iterator[Row]:
         yield Row("hostname", "ok", f"{name} is {seen.output.strip()}", joins)
     else:
         fix = f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts"
-        yield Row("hostname", "warning", f"{name} does not resolve: {seen.trouble(10)}", joins, fix)
+        yield Row("hostname", "warning", f"{name} does not resolve: {seen.trouble}", joins, fix)
     trouble = loopback()
     fix = "sudo ip link set lo up" if trouble else ""
     yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)

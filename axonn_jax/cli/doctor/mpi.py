@@ -4,27 +4,27 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from axonn_jax.cli.doctor.probes import Row, installed, pip_command, probe, python, setup_command, which
-from axonn_jax.distributed.launch import SLURM_STEP
 from axonn_jax.distributed.network import exposed
+from axonn_jax.distributed.processes import SLURM_STEP
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
 _LIBRARY = """
-import ctypes, json, sys, mpi4py
+import ctypes, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 text = " ".join(MPI.Get_library_version().strip("\\0 \\n").split(",")[0].split())
-print(sys.argv[1] + json.dumps({"library": text[:100]}), flush=True)
+tell(library=text[:100])
 level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
 cuda = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", int)()
-print(sys.argv[1] + json.dumps({"multiple": level == MPI.THREAD_MULTIPLE, "cuda": bool(cuda)}), flush=True)
+tell(multiple=level == MPI.THREAD_MULTIPLE, cuda=bool(cuda))
 MPI.Finalize()
 """
 _MPI4JAX = """
-import json, os, sys, warnings
+import warnings
 os.environ["JAX_PLATFORMS"] = "cpu"
 from axonn_jax.distributed.network import keep_mpi_local
 keep_mpi_local()
@@ -34,10 +34,8 @@ with warnings.catch_warnings():
     import mpi4jax
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-def answer(**known):
-    if world.rank == 0:
-        print(sys.argv[1] + json.dumps(known), flush=True)
-answer(cuda=mpi4jax.has_cuda_support())
+if world.rank == 0:
+    tell(cuda=mpi4jax.has_cuda_support())
 peer = world.size - 1 - world.rank
 @jax.jit
 def exchanged(mine):
@@ -45,10 +43,10 @@ def exchanged(mine):
     return mpi4jax.recv(mine, peer, tag=1, comm=world)
 assert exchanged(jax.numpy.float32(world.rank)) == peer, "what one rank sent did not arrive at the other"
 world.barrier()
-answer(exchanged=world.size)
+if world.rank == 0:
+    tell(exchanged=world.size)
 """
 _PING = """
-import json, os, sys, time
 from axonn_jax.distributed.network import keep_mpi_local, listening
 keep_mpi_local()
 from mpi4py import MPI
@@ -65,7 +63,7 @@ for _ in range(100 if world.size == 2 else 0):
 if world.rank == 0:
     microseconds = sorted(times)[50] * 5e5 if times else 0.0
     listens = {"mpirun": sorted(listening(os.getppid())), "each rank": sorted(listening(os.getpid()))}
-    print(sys.argv[1] + json.dumps({"ping": {"size": world.size, "us": microseconds}, "listens": listens}), flush=True)
+    tell(ping={"size": world.size, "us": microseconds}, listens=listens)
 """
 _ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec mpirun --allow-run-as-root ...'"
 
@@ -84,22 +82,22 @@ def mpi(timeout: float) -> Iterator[Row]:
     yield _mpirun(launcher, typed, version_text, text, fix)
     version = installed("mpi4py")
     if version is None or "library" not in library.answers:
-        trouble = f"{version} does not load: {library.trouble(timeout)}" if version else "not installed"
+        trouble = f"{version} does not load: {library.trouble}" if version else "not installed"
         yield Row("mpi4py", "missing", trouble, _RUNS, fix)
     elif not library.answers.get("multiple"):
-        level = "no MPI_THREAD_MULTIPLE" if library.ok else f"MPI_Init failed: {library.trouble(timeout)}"
+        level = "no MPI_THREAD_MULTIPLE" if library.ok else f"MPI_Init failed: {library.trouble}"
         how = fix if library.ok else "mpirun -n 1 axonn-jax doctor"
         yield Row("mpi4py", "warning", f"{version}, {text}: {level}", "pipelines over MPI, which use threads", how)
     else:
         cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
         yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
-    if all(os.environ.get(name) for name in SLURM_STEP):
-        yield mpi4jax([], timeout)
-        yield Row("mpi ping", "ok", "not tried: this is a task of srun, in which mpirun would wait for Slurm", _RUNS)
-        return
-    start = two_ranks(launcher, version_text)
+    srun = all(os.environ.get(name) for name in SLURM_STEP)
+    start = [] if srun else two_ranks(launcher, version_text)
     yield mpi4jax(start, timeout)
-    yield from ping(start, timeout, fix)
+    if srun:
+        yield Row("mpi ping", "ok", "not tried: this is a task of srun, in which mpirun would wait for Slurm", _RUNS)
+    else:
+        yield from ping(start, timeout, fix)
 
 
 def _fix(*pip: str) -> str:
@@ -149,11 +147,11 @@ def mpi4jax(start: list[str], timeout: float) -> Row:
         return Row("mpi4jax", "missing", "not installed", fails, fix)
     seen = probe([*start, *python(_MPI4JAX)], timeout)
     if "cuda" not in seen.answers:
-        return Row("mpi4jax", "missing", f"{version} does not import: {seen.trouble(timeout)}", fails, fix)
+        return Row("mpi4jax", "missing", f"{version} does not import: {seen.trouble}", fails, fix)
     built = f"{version}, {'with' if seen.answers['cuda'] else 'without'} CUDA, jax {installed('jax')}"
     size = seen.answers.get("exchanged")
     if size is None or not seen.ok:
-        return Row("mpi4jax", "warning", f"{built}: an array does not arrive: {seen.trouble(timeout)}", fails, fix)
+        return Row("mpi4jax", "warning", f"{built}: an array does not arrive: {seen.trouble}", fails, fix)
     return Row(
         "mpi4jax", "ok", f"{built}: tried, {'2 ranks exchange' if size == 2 else 'a rank sends itself'} an array", fails
     )
@@ -168,19 +166,14 @@ def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
     seen = probe([*start, *python(_PING)], timeout)
     answer = seen.answers.get("ping")
     if answer is None or not seen.ok:
-        yield Row("mpi ping", "warning", f"2 ranks exchange no messages: {seen.trouble(timeout)}", fails, fix)
-        return
-    if answer["size"] != 2:
+        yield Row("mpi ping", "warning", f"2 ranks exchange no messages: {seen.trouble}", fails, fix)
+    elif answer["size"] != 2:
         yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
-        return
-    root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in start else ""
-    yield Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
-    yield listens(seen.answers.get("listens", {}))
-
-
-def listens(listening: Mapping[str, Sequence[str]]) -> Row:
-    """Return the finding on the addresses on which processes of a run on this host accept connections from anyone."""
-    shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
-    open_to = exposed({address for addresses in listening.values() for address in addresses})
-    fails = "protection of runs from the network: see What listens in docs/launch.md"
-    return Row("listens", "warning" if open_to else "ok", shown or "not known", fails, _ALONE if open_to else "")
+    else:
+        root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in start else ""
+        yield Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
+        listening = seen.answers["listens"]
+        shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
+        open_to = exposed({address for addresses in listening.values() for address in addresses})
+        fails = "protection of runs from the network: see What listens in docs/launch.md"
+        yield Row("listens", "warning" if open_to else "ok", shown, fails, _ALONE if open_to else "")

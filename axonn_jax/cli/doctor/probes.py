@@ -1,5 +1,6 @@
 """Checks in other processes, where hangs and crashes do no harm, and versions of installed packages."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 _MARK = "axonn-doctor "
+_TELL = f"""
+import json, os, sys, time
+def tell(**known):
+    print({_MARK!r} + json.dumps(known), flush=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Probe:
     answers: dict[str, Any]
     output: str
     error: str
-    timed_out: bool
+    timed_out: float | None
+    """The seconds after which its time was up; None for an end of its own."""
     status: int
 
     @property
@@ -51,10 +58,11 @@ class Probe:
         """True if the process ended well and in time."""
         return self.status == 0 and not self.timed_out
 
-    def trouble(self, timeout: float) -> str:
-        """Return the reason for a missing answer, in one line."""
+    @property
+    def trouble(self) -> str:
+        """The reason for a missing answer, in one line."""
         if self.timed_out:
-            return f"no answer within {timeout:g} s"
+            return f"no answer within {self.timed_out:g} s"
         lines = [line.strip() for line in self.error.splitlines() if line.strip(" -*=")]
         named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return (named or lines or [f"exit status {self.status}"])[-1][:300]
@@ -82,7 +90,7 @@ def probe(command: list[str], timeout: float, *, launched: bool = False) -> Prob
     """
     # Files, not pipes: a grandchild that holds a pipe open would keep us waiting after the time is up.
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        timed_out = False
+        timed_out, answers = False, dict[str, Any]()
         try:
             process = subprocess.Popen(
                 command,
@@ -93,7 +101,7 @@ def probe(command: list[str], timeout: float, *, launched: bool = False) -> Prob
                 start_new_session=True,
             )
         except OSError as error:
-            return Probe({}, "", str(error), False, 127)
+            return Probe({}, "", str(error), None, 127)
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -101,20 +109,12 @@ def probe(command: list[str], timeout: float, *, launched: bool = False) -> Prob
             _end(process)
         out.seek(0)
         err.seek(0)
-        answers: dict[str, Any] = {}
         text = out.read()
         for line in text.splitlines():
             if line.startswith(_MARK):
-                answers |= _answer(line)
-        return Probe(answers, text, err.read(), timed_out, process.returncode)
-
-
-def _answer(line: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(line.removeprefix(_MARK))
-    except ValueError:  # cut off where the time was up
-        return {}
-    return {answer["import"]: answer["note"]} if "import" in answer else dict(answer)
+                with contextlib.suppress(ValueError):  # cut off where the time was up
+                    answers |= json.loads(line.removeprefix(_MARK))
+        return Probe(answers, text, err.read(), timeout if timed_out else None, process.returncode)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
@@ -130,8 +130,8 @@ def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return a command to run code in this Python, without the working directory on the path."""
-    return [sys.executable, "-P", "-c", code, _MARK, *arguments]
+    """Return a command to run code that may `tell` its findings, in this Python, without this directory on the path."""
+    return [sys.executable, "-P", "-c", _TELL + code, *arguments]
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from axonn_jax.cli.evaluate.report import check_k, ends, figures, lines
+from axonn_jax.cli.main import rank_of
+from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
-from axonn_jax.evaluate.metrics import Definition, Judged
-from axonn_jax.evaluate.suite import MODELS, Problem, check_suite, problems
+from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
+from axonn_jax.evaluate.metrics import Definition
+from axonn_jax.evaluate.sandbox import Limits, check_sandbox
+from axonn_jax.evaluate.suite import MODELS, Problem, problems
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, printable, say
 
@@ -88,7 +94,7 @@ def run(args: Evaluate) -> int:
         raise UserError(" and ".join(given) or "RUN_DIR", "together" if given else NOT_GIVEN, accepted)
     if args.results is not None:
         _check_unused(args, "--results", (*_OF_A_MODEL, *_OF_RUNS, "out", "suite"))
-        return _print(args, _figures(args, read_results(args.results, "--results")))
+        return _print(args, figures(read_results(args.results, "--results"), args.k, args.metrics))
     if args.run_dir is not None and args.suite.endswith(".json"):
         _check_unused(args, "--suite FILE.json, which is only continued", (*_OF_RUNS, "k", "metrics"))
         return _continue_file(args, args.run_dir)
@@ -119,14 +125,6 @@ def _continue_file(args: Evaluate, run_dir: Path) -> int:
 
 def _judge(args: Evaluate) -> int:
     """Build and run the programs of a model or a file, write the results and print the figures."""
-    from axonn_jax.cli.evaluate.report import check_k, ends
-    from axonn_jax.cli.main import rank_of
-    from axonn_jax.cli.prepare import terminated
-    from axonn_jax.evaluate.build import compiler
-    from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
-    from axonn_jax.evaluate.sandbox import check_sandbox
-
-    check_suite(args.suite)
     known = problems(args.suite)
     if not args.execute:
         accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
@@ -153,7 +151,7 @@ def _judge(args: Evaluate) -> int:
         terminated(),
         judged_before(out.with_name(f"{out.name}.judged"), settings) as (so_far, add),
         Ticker("judging", count) as ticker,
-        judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
+        judging(args.suite, command, Limits(args.seconds, memory, as_root=args.as_root)) as judge,
     ):
         done = judge_all(
             judge,
@@ -164,7 +162,8 @@ def _judge(args: Evaluate) -> int:
             progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
             keep=lambda results: write(out, results, "--out"),
         )
-    return _print(args, _figures(args, judged(done)) | {"suite": args.suite, "results": str(out), "ends": ends(done)})
+    counted = figures(judged(done), args.k, args.metrics)
+    return _print(args, counted | {"suite": args.suite, "results": str(out), "ends": ends(done)})
 
 
 def _prompts(known: list[Problem]) -> list[Entry]:
@@ -206,15 +205,7 @@ def _out(args: Evaluate, default: Path) -> Path:
     return out
 
 
-def _figures(args: Evaluate, problems: Sequence[Judged]) -> dict[str, Any]:
-    from axonn_jax.cli.evaluate.report import figures
-
-    return figures(problems, args.k, args.metrics)
-
-
 def _print(args: Evaluate, report: dict[str, Any]) -> int:
-    from axonn_jax.cli.evaluate.report import lines
-
     if args.json:
         print(json.dumps(report))
         return 0

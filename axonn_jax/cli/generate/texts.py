@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, refused
 from axonn_jax.terminal import printable, say
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
     from axonn_jax.data.prompts import MOST_BYTES, objects_of
     from axonn_jax.documents import read_bytes
 
-    try:
+    with refused("--prompts", path, "a file with a JSON object a line"):
         if (stream := str(path) == "-") or path.is_fifo():
             with open(0 if stream else path, "rb", closefd=not stream) as pipe:
                 raw = pipe.read(MOST_BYTES + 1)
@@ -77,10 +77,6 @@ def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
                 raise ValueError(f"more than the {MOST_BYTES:,} bytes that are read")
         else:
             raw = read_bytes(path, MOST_BYTES)
-    except OSError as error:
-        raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error.strerror}") from None
-    except ValueError as error:
-        raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error}") from None
     prompts = objects_of(raw, path, "--prompts", chat=chat)
     if not prompts:
         accepted = "at least one line; with several processes only the first has a standard input" if stream else ""

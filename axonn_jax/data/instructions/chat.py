@@ -44,7 +44,10 @@ class ChatTemplate:
             if (directory / FILE).exists():
                 source = read_bytes(directory / FILE, _MOST, inside=root_of(directory)).decode()
             elif (directory / SETTINGS).exists():
-                source = _object(directory / SETTINGS).get("chat_template")
+                settings = read_json(directory / SETTINGS, _MOST, inside=root_of(directory))
+                if not isinstance(settings, dict):
+                    raise ValueError(f"{SETTINGS} is no object in JSON")
+                source = settings.get("chat_template")
         except (OSError, ValueError) as error:
             raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
         if isinstance(source, list):  # several by name
@@ -117,13 +120,6 @@ def special_tokens(directory: Path, field: str) -> dict[str, str]:
     named |= extra if isinstance(extra, dict) else {}
     texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _object(path: Path) -> dict[str, Any]:
-    content = read_json(path, _MOST, inside=root_of(path.parent))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is no object in JSON")
-    return content
 
 
 def _line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from axonn_jax.data.instructions.mix import Mix, MixedRow
 from axonn_jax.data.instructions.pack import MarkedTokens
-from axonn_jax.data.instructions.templates import Passage, Template, Unmarked, passage_of
+from axonn_jax.data.instructions.templates import Passage, Template, Unmarked
 from axonn_jax.errors import UserError
 from axonn_jax.options import InstructionLoss
 
@@ -31,40 +31,33 @@ def encoded(
     `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out. `marked` has
     the other arguments.
     """
-    given = _expressed(mix, rows, template, loss, tokenizer.id_to_token(end), unmarked)
+    answers = loss == "response"
+
+    def expressed() -> Iterator[tuple[str, MixedRow, list[Passage] | MarkedTokens]]:
+        """Yield rows with passages, or tokens: marked is what counts, or with `all` what does not."""
+        for split, row in rows:
+            conversation = row.conversation
+            numbers = conversation.trained if answers else conversation.untrained
+            if (ready := conversation.ready) is not None:
+                yield split, row, ready if answers else ready._replace(counts=np.zeros_like(ready.counts))
+            elif (text := conversation.document) is not None:  # which the end token ends once
+                text = text.removesuffix(tokenizer.id_to_token(end))
+                yield split, row, [Passage(text, [(0, len(text))] if answers else [], True)]
+            else:
+                try:
+                    yield split, row, template.passages(conversation, numbers)
+                except Unmarked as error:
+                    unmarked[row.line] = error
+                except UserError as error:
+                    mix.leave_out(row.line, UserError(row.field, row.line, error.accepted))
+
+    given = expressed()
     while batch := list(islice(given, _AT_ONCE)):
         documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
         for (split, row, _), document in zip(batch, documents, strict=True):
             if loss == "all":
                 document.counts[:] = ~document.counts
             yield split, document, row
-
-
-def _expressed(
-    mix: Mix,
-    rows: Iterator[tuple[str, MixedRow]],
-    template: Template,
-    loss: InstructionLoss,
-    end: str,
-    unmarked: dict[str, UserError],
-) -> Iterator[tuple[str, MixedRow, list[Passage] | MarkedTokens]]:
-    """Yield rows with their splits and passages, or tokens: marked is what counts, or with `all` what does not."""
-    answers = loss == "response"
-    for split, row in rows:
-        conversation = row.conversation
-        numbers = conversation.trained if answers else conversation.untrained
-        if (ready := conversation.ready) is not None:
-            yield split, row, ready if answers else ready._replace(counts=np.zeros_like(ready.counts))
-            continue
-        if conversation.document is not None:
-            yield split, row, [passage_of(conversation.document, end, answers)]
-            continue
-        try:
-            yield split, row, template.passages(conversation, numbers)
-        except Unmarked as error:
-            unmarked[row.line] = error
-        except UserError as error:
-            mix.leave_out(row.line, UserError(row.field, row.line, error.accepted))
 
 
 def marked(

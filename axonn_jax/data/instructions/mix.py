@@ -1,6 +1,5 @@
 """Mix of files of conversations, each with a weight."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -88,7 +87,7 @@ class Mix:
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
                 split = held.split_of(row.document)
-                place = int.from_bytes(hashlib.sha256(self._seed + row.document.digest).digest()[:8], "big") / 2**64
+                place = row.document.place(self._seed) / 2**64
                 if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
                     yield split, row
         if self._valid:

@@ -4,12 +4,12 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from axonn_jax.data.instructions.chat import ChatTemplate, special_tokens
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.documents import read_bytes
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import UserError, nearest, refused
 
 _MOST = 1 << 20
 _PLACES = [chr(code) for code in range(0xE000, 0xF900)]  # of private use: no template knows them
@@ -31,36 +31,8 @@ class Passage(NamedTuple):
     """True if the end token follows, marked if an answer is."""
 
 
-def passage_of(text: str, end: str, marked: bool) -> Passage:
-    """Return the passage of a text without a template, marked or not, which the end token ends once."""
-    text = text.removesuffix(end)
-    return Passage(text, [(0, len(text))] if marked else [], True)
-
-
 class Unmarked(UserError):
     """Refusal of a conversation in which a template's text does not show the answers."""
-
-
-class Template(Protocol):
-    """Form of conversations as text."""
-
-    special: bool
-    """True if a special token's name in the text is that token."""
-    source: str
-    """Text that the form depends on."""
-
-    def jinja(self, end: str) -> str:
-        """Return the form as a chat template, with this text of the end token."""
-
-    def takes(self, key: str) -> bool:
-        """True if the text depends on this key of a message."""
-
-    def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
-        """Return the text of a conversation, with marks around the answers of these numbers.
-
-        Raises ``UserError`` for a conversation that it cannot express, and `Unmarked` where answers cannot be told
-        apart.
-        """
 
 
 class Alpaca:
@@ -69,10 +41,13 @@ class Alpaca:
     A system message takes the place of the first lines.
     """
 
-    special, source = False, f"{_INTRO}\n{_INTRO_INPUT}"
+    special = False
+    """True if a special token's name in the text is that token."""
+    source = f"{_INTRO}\n{_INTRO_INPUT}"
+    """Text that the form depends on."""
 
     def jinja(self, end: str) -> str:
-        """Return a chat template of the same text."""
+        """Return a chat template of the same text, with this text of the end token."""
         return (
             "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + " + repr(end) + " }}"
             "{% elif m.role == 'system' %}{{ m.content + '\n\n' }}"
@@ -83,11 +58,14 @@ class Alpaca:
         )
 
     def takes(self, key: str) -> bool:
-        """Return False: role and content make the text."""
+        """True if the text depends on this key of a message; role and content alone make it."""
         return False
 
     def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
-        """Return a passage a turn, which the end token ends."""
+        """Return a passage a turn, which the end token ends, with marks around the answers of these numbers.
+
+        Raises ``UserError`` for a conversation that the form cannot express.
+        """
         intro, turns = None, conversation.messages
         if turns[0]["role"] == "system":
             intro, turns = turns[0]["content"], turns[1:]
@@ -117,7 +95,7 @@ class Jinja:
     special = True
 
     def __init__(self, template: ChatTemplate):
-        self._template, self.source = template, template.source
+        self.template, self.source = template, template.source
 
     def jinja(self, end: str) -> str:
         """Return the chat template itself."""
@@ -130,12 +108,13 @@ class Jinja:
     def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
         """Return the one passage of a conversation; an answer goes from the generation prompt to the turn's end.
 
-        The template's own marks of answers count, where it has such.
+        The template's own marks of answers count, where it has such. Raises `Unmarked` where answers cannot be told
+        apart.
         """
         talk, tools = conversation.messages, conversation.tools
-        text, spans = self._template.spans(talk, tools)
+        text, spans = self.template.spans(talk, tools)
         answers = [number for number, message in enumerate(talk) if message["role"] == "assistant"]
-        if not self._template.tagged:
+        if not self.template.tagged:
             spans = self._answers(text, conversation, [number for number in answers if number in marked])
         elif len(spans) == len(answers):
             spans = [span for number, span in zip(answers, spans, strict=True) if number in marked]
@@ -172,7 +151,7 @@ class Jinja:
         signs = {at: {"content": f"{mark}{at}{mark}"} for at in contents}
         talk = [message | signs.get(at, {}) for at, message in enumerate(conversation.messages)]
         try:
-            parts = self._template.text(talk, conversation.tools, answers=False).split(mark)
+            parts = self.template.text(talk, conversation.tools, answers=False).split(mark)
         except UserError:
             return {}
         if parts[1::2] != [*map(str, contents)] or not text.startswith(parts[0]):
@@ -194,10 +173,10 @@ class Jinja:
         earlier turns, or ends the text behind the last, shows them by its text for another content of the message.
         """
         talk, tools = conversation.messages, conversation.tools
-        head = self._template.text(talk[:at], tools) if at else ""
-        closed = text if at + 1 == len(talk) else self._template.text(talk[: at + 1], tools, answers=False)
+        head = self.template.text(talk[:at], tools) if at else ""
+        closed = text if at + 1 == len(talk) else self.template.text(talk[: at + 1], tools, answers=False)
         if text.startswith(closed) and closed.startswith(head):
-            if at and head != self._template.text(talk[:at], tools, answers=False):
+            if at and head != self.template.text(talk[:at], tools, answers=False):
                 return len(head), len(closed)
             place = self._parted(talk[: at + 1], tools, at, mark)[0]
             if closed.startswith(place):
@@ -214,7 +193,7 @@ class Jinja:
     def _parted(self, talk: Sequence[Any], tools: Any, at: int, mark: str) -> tuple[str, str]:
         """Return the text before and behind the content of message number `at`."""
         changed = [*talk[:at], talk[at] | {"content": mark}, *talk[at + 1 :]]
-        before, place, behind = self._template.text(changed, tools, answers=False).rpartition(mark)
+        before, place, behind = self.template.text(changed, tools, answers=False).rpartition(mark)
         if not place:
             raise Unmarked("--template", before[-80:], "a template with a place for the response; or --loss all")
         return before, behind
@@ -225,6 +204,10 @@ def _common(first: str, second: str) -> str:
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     shared = first[:size]
     return shared if shared in (first, second) else re.sub(r"[<\[][^<>\[\]\s]*$", "", shared)
+
+
+Template = Alpaca | Jinja
+"""Form of conversations as text."""
 
 
 def template_of(name: str, tokenizer: Path) -> Template:
@@ -239,15 +222,14 @@ def template_of(name: str, tokenizer: Path) -> Template:
         return Jinja(ChatTemplate.of(folder, "--template", name))
     if not name.endswith(".jinja"):
         raise UserError("--template", name, f"alpaca, chat or FILE.jinja{nearest(name, ('alpaca', 'chat'))}")
-    try:
+    with refused("--template", name, "a file in jinja that can be read"):
         source = read_bytes(Path(name), _MOST).decode()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError("--template", name, f"a file in jinja that can be read; {why}") from None
     return Jinja(ChatTemplate(source, special_tokens(folder, "--tokenizer"), "--template", name))
 
 
 def chat_template_of(name: str, folder: Path, end: str) -> ChatTemplate:
     """Return the chat template of a name (`template_of`), with this text of the end token, to ask a model by."""
-    source = template_of(name, folder).jinja(end)
-    return ChatTemplate(source, special_tokens(folder, "--template"), "--template", name)
+    template = template_of(name, folder)
+    if isinstance(template, Jinja):
+        return template.template
+    return ChatTemplate(template.jinja(end), special_tokens(folder, "--template"), "--template", name)

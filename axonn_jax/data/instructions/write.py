@@ -1,7 +1,6 @@
 """Preparation of instruction data: conversations of files to packed rows, tokenizer and manifest."""
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from axonn_jax.data.instructions.mix import Mix
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import template_of
-from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
+from axonn_jax.data.manifest import SPLITS, Manifest, Split
 from axonn_jax.data.output import appearing
 from axonn_jax.data.prepare import (
     PREPARED,
@@ -28,9 +27,8 @@ from axonn_jax.data.prepare import (
     Report,
     ShardWriter,
     check_numbers,
-    put,
+    described,
     silent,
-    tools,
     unigram_entropy,
 )
 from axonn_jax.errors import UserError, first_of
@@ -125,9 +123,9 @@ def prepare_instructions(
         used = options.template.endswith(".jinja") or any(of_split.templated for of_split in rows.values())
         if used and options.template != "chat":  # a run asks as it was trained
             files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
-        for name, raw in files.items():
-            put(partial / name, raw)
-        manifest = Manifest(
+        manifest = described(
+            partial,
+            files,
             path=out,
             version=2,
             kind="rows",
@@ -137,7 +135,7 @@ def prepare_instructions(
             eot_id=end,
             splits=splits,
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
-            skipped=dict(sorted(left.items())),
+            skipped=left,
             options={
                 "template": options.template,
                 "template_sha256": hashlib.sha256(template.source.encode()).hexdigest(),
@@ -149,10 +147,7 @@ def prepare_instructions(
                 "valid": str(options.valid or ""),
                 "seed": seed,
             },
-            tools=tools(),
-            tokenizer_sha256=checksum(partial / TOKENIZER),
         )
-        put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     lines = [
         *_left_out(manifest, unused),
         *_refused("rows of no use", mix.bad),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axonn_jax.channels.choose import choose
+from axonn_jax.channels import choose
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor

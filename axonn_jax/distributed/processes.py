@@ -52,17 +52,8 @@ class World:
         return f"{processes}, by {self.source}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Explicit:
-    """Processes named by the caller."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-
-
 def detect(
-    environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None, joined: World | None = None
+    environ: Mapping[str, str], mpi: Callable[[], World], explicit: World | None = None, joined: World | None = None
 ) -> World:
     """Decide which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
 
@@ -76,19 +67,22 @@ def detect(
         if announced is not None and number(environ, announced) != joined.size:
             accepted = f"the {joined.size} processes that jax.distributed was initialised with"
             raise UserError(announced, environ[announced], accepted)
-        return joined if explicit is None else replace(_from_explicit(explicit), hosts=joined.hosts)
+        return joined if explicit is None else replace(explicit, hosts=joined.hosts)
     if explicit is not None:
-        return _from_explicit(explicit)
+        return explicit
     given = [name for name in _JAX if environ.get(name)]
     if len(given) == len(_JAX):
-        return _from_variables(environ)
-    coordinator = environ.get(_JAX[0], "")
+        rank, size = _place(environ, _JAX[2], _JAX[1])
+        return replace(explicit_world(environ[_JAX[0]], size, rank), source="JAX variables")
     missing = [name for name in SLURM_STEP if not environ.get(name)]
+    world = None
     if announced is not None:
-        _check_rank(environ, _MPI[announced], announced)
-        return _at(coordinator, _from_mpi(environ, announced, mpi()))
-    if not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
-        return _at(coordinator, _from_slurm(environ))
+        _place(environ, _MPI[announced], announced)
+        world = _from_mpi(environ, announced, mpi())
+    elif not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
+        world = _from_slurm(environ)
+    if world is not None:
+        return replace(world, coordinator=environ.get(_JAX[0]) or world.coordinator)
     if given:
         absent = ", ".join(name for name in _JAX if name not in given)
         raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")
@@ -106,57 +100,36 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
     if re.fullmatch(r"[0-9]{1,10}", text) and least <= int(text) <= _LARGEST:
         return int(text)
     shown = text if len(text) <= 40 else f"{text[:40]}..."
-    raise UserError(
-        name, shown, f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
-    )
+    accepted = f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
+    raise UserError(name, shown, accepted)
 
 
-def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
-    """Return the launcher's rank; ``UserError`` for a rank outside of the number of processes."""
+def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
+    """Return the launcher's rank and number of processes; ``UserError`` for a rank outside of them."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
-    return rank
+    return rank, size
 
 
-def _from_variables(environ: Mapping[str, str]) -> World:
-    size = number(environ, _JAX[1], 1) or 1
-    rank = _check_rank(environ, _JAX[2], _JAX[1])
-    return replace(_from_explicit(Explicit(environ[_JAX[0]], size, rank)), source="JAX variables")
-
-
-def _at(coordinator: str, world: World) -> World:
-    """Return a world that meets at the address in jax's own variable, if set."""
-    return replace(world, coordinator=coordinator) if coordinator else world
-
-
-def _from_explicit(explicit: Explicit) -> World:
-    if explicit.num_processes < 1:
-        raise UserError("num_processes", explicit.num_processes, "an integer of at least 1")
-    if not 0 <= explicit.process_id < explicit.num_processes:
-        raise UserError("process_id", explicit.process_id, f"0 to num_processes - 1 = {explicit.num_processes - 1}")
-    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", explicit.coordinator):
-        raise UserError("coordinator", explicit.coordinator, "host:port of process 0")
-    local = explicit.coordinator.startswith(("127.", "localhost:", "[::1]"))
-    return World(
-        explicit.process_id,
-        explicit.num_processes,
-        1 if local else explicit.num_processes,
-        explicit.coordinator,
-        "explicit arguments",
-        f"coordinator {explicit.coordinator}",
-    )
+def explicit_world(coordinator: str, num_processes: int, process_id: int) -> World:
+    """Return the world of processes named by the caller; ``UserError`` for numbers or an address of no use."""
+    if num_processes < 1:
+        raise UserError("num_processes", num_processes, "an integer of at least 1")
+    if not 0 <= process_id < num_processes:
+        raise UserError("process_id", process_id, f"0 to num_processes - 1 = {num_processes - 1}")
+    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", coordinator):
+        raise UserError("coordinator", coordinator, "host:port of process 0")
+    hosts = 1 if coordinator.startswith(("127.", "localhost:", "[::1]")) else num_processes
+    return World(process_id, num_processes, hosts, coordinator, "explicit arguments", f"coordinator {coordinator}")
 
 
 def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World:
     size = number(environ, announced)
     if world.size != size:
-        raise UserError(
-            announced,
-            size,
-            f"the number of processes mpi4py sees, which is {world.size} ({world.why}): mpi4py must use the "
-            "MPI that mpirun belongs to; `axonn-jax doctor` shows both",
-        )
+        sees = f"the number of processes mpi4py sees, which is {world.size} ({world.why})"
+        accepted = f"{sees}: mpi4py must use the MPI that mpirun belongs to; `axonn-jax doctor` shows both"
+        raise UserError(announced, size, accepted)
     why = f"{announced}={size} and mpi4py ({world.why}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
         why += "; Slurm variables describe mpirun's shell and are ignored"
@@ -169,8 +142,7 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
     Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
     """
     used: AbstractSet[int] = frozenset[int]().union(*bound)
-    idle = len(used) < len(offered)
-    if not idle or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
+    if len(used) >= len(offered) or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
         return ""
     return (
         f"warning: mpirun bound the {len(bound)} processes of this host to {len(used)} of its {len(offered)} cores; "
@@ -195,27 +167,17 @@ def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
 def _from_slurm(environ: Mapping[str, str]) -> World:
     if components := environ.get("SLURM_HET_SIZE"):
         raise UserError("SLURM_HET_SIZE", components, "no such variable: a job of one component")
-    size = number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1
+    size = number(environ, "SLURM_STEP_NUM_TASKS", 1)
     if number(environ, "SLURM_NTASKS", 1) not in (None, size):
-        raise UserError(
-            "SLURM_STEP_NUM_TASKS",
-            size,
-            f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n",
-        )
-    rank = _check_rank(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    nodes = environ["SLURM_STEP_NODELIST"]
+        accepted = f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n"
+        raise UserError("SLURM_STEP_NUM_TASKS", size, accepted)
+    rank, size = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    step, nodes = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", environ["SLURM_STEP_NODELIST"]
     hosts = number(environ, "SLURM_STEP_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
     # The same port on every task without a message: from job and step, in the dynamic range.
-    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode(errors="replace")) % 16384
-    return World(
-        rank,
-        size,
-        hosts,
-        f"{host}:{port}",
-        "Slurm",
-        f"step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} has {size} tasks on {nodes}",
-    )
+    port = 49152 + zlib.crc32(step.encode(errors="replace")) % 16384
+    return World(rank, size, hosts, f"{host}:{port}", "Slurm", f"step {step} has {size} tasks on {nodes}")
 
 
 def first_slurm_host(nodelist: str) -> str:

@@ -1,0 +1,132 @@
+"""``axonn-jax prune``: a run's newest checkpoint as a new run, with only some entries of its kernels."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from axonn_jax.cli.prepare import terminated
+from axonn_jax.cli_args import Arg
+from axonn_jax.data.output import OutputKind, appearing
+from axonn_jax.documents import replace_whole
+from axonn_jax.errors import UserError
+from axonn_jax.options import PruneScope
+from axonn_jax.terminal import Ticker
+
+if TYPE_CHECKING:
+    from axonn_jax.train.config import Config
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Prune a trained run's kernels to their largest entries, in a new run directory for `axonn-jax train`.
+
+    Optimizer state, step and data position are kept. One device holds the dense weights and the state of the kept
+    entries. `axonn-jax train OUT_DIR/config.toml` trains the kept entries.
+    """
+
+    run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
+    """A directory left by `axonn-jax train`."""
+    out_dir: Annotated[Path, Arg(positional="OUT_DIR")]
+    """The run directory to write; new or empty. Appears complete or not at all."""
+    density: float = 0.1
+    """Share of entries kept."""
+    scope: PruneScope = "layer"
+    """Scope of the share: every kernel (layer), or all kernels together (global)."""
+    mask_file: str = ""
+    """An .npz file with an array of booleans by the parameter's name, in the place of density and scope."""
+    json: bool = False
+    """Print one JSON object with the result."""
+
+
+def run(args: Prune) -> int:
+    """Prune, print the result and return the exit status.
+
+    Raises:
+        UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
+    """
+    from axonn_jax.train.config import PruneConfig
+    from axonn_jax.train.config_file import read
+    from axonn_jax.train.validate import check_prune
+
+    if not 0 < args.density < 1 and not args.mask_file:
+        raise UserError("--density", args.density, "a number above 0 and below 1")
+    if not (args.run_dir / "config.toml").is_file():
+        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
+    given = (
+        {"mask_file": args.mask_file, "method": "file"}
+        if args.mask_file
+        else {"density": args.density, "scope": args.scope}
+    )
+    prune = PruneConfig(**given)  # type: ignore[arg-type]
+    config = read(args.run_dir / "config.toml")
+    check_prune(prune, config.grid.pipe)  # train accepts the written config
+    config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
+    began = time.monotonic()
+    with terminated(), Ticker("reading") as ticker:
+        step, kept, of = _pruned(config, args.run_dir, args.out_dir, ticker.now)
+    seconds = time.monotonic() - began
+    result = {"path": str(args.out_dir), "step": step, "kept": kept, "of": of, "seconds": round(seconds, 3)}
+    line = f"kept {kept:,} of {of:,} entries of the kernels of step {step}; {args.out_dir} in {seconds:.1f} s"
+    print(json.dumps(result) if args.json else line)
+    return 0
+
+
+def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[str], None]) -> tuple[int, int, int]:
+    """Write a run directory with the pruned state of another; return its step, the entries kept, and of how many.
+
+    `config` is the new run's. Raises ``UserError``, without writing, for a missing, invalid or pruned checkpoint, and
+    for a directory that is not empty or cannot be written.
+    """
+    from axonn_jax.checkpoint.naming import MASKS
+    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.distributed.host_sync import host_sync
+    from axonn_jax.distributed.initialize import start
+    from axonn_jax.grid import GridShape
+    from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
+    from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
+    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.train.config_file import to_toml
+    from axonn_jax.train.engines.pruning import kept_of
+    from axonn_jax.train.main import model_of
+    from axonn_jax.train.optimizer import make_optimizer
+    from axonn_jax.train.resume import FOLDER, save_as
+    from axonn_jax.train.trainer import Trainer
+
+    small = re.compile(rf"{PRETRAINED}|{OF_TOKENIZER.pattern}")
+    ours = re.compile(rf"config\.toml|{FOLDER}|{small.pattern}")
+    kind = OutputKind("prune", "pruned", "RUN_DIR", "OUT_DIR", ours)
+    with appearing(source.resolve(), target.resolve(), kind) as partial:
+        _, grid = start(GridShape())
+        sync = host_sync(grid)
+        checkpoint = named_checkpoint(source, sync, lambda line: None, "RUN_DIR")
+        if any(name.startswith(MASKS) for name in checkpoint.manifest.arrays):
+            raise UserError("RUN_DIR", str(source), f"a run that is not pruned yet; {checkpoint.path} is")
+        memory = MemoryConfig(precision=config.memory.precision)
+        tensor = TensorConfig(scan_layers="no")
+        optimizer = make_optimizer(config.train)
+        trainer = Trainer(model_of(config), optimizer, grid, memory=memory, tensor=tensor, prune=config.prune)
+        with contextlib.closing(trainer):
+            progress("pruning")
+            step = trainer.load(checkpoint.path)
+            engine = trainer.engine
+            progress("writing")
+            for name in filter(small.fullmatch, os.listdir(source)):
+                if (source / name).is_dir():
+                    shutil.copytree(source / name, partial / name)
+                else:
+                    shutil.copyfile(source / name, partial / name)
+            replace_whole(partial / "config.toml", to_toml(config).encode())
+            try:
+                save_as(engine, partial / FOLDER, step, checkpoint.manifest.run)
+            except OSError as error:
+                why = str(error).replace(str(partial), str(target))
+                raise UserError("OUT_DIR", str(target), f"a place that can be written; {why}") from None
+            held = kept_of(engine, sync, config.prune.density)
+    return step, held.entries, held.of
