@@ -15,7 +15,6 @@ from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.distributed.host_sync import LocalSync, MpiSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.report import unused
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import PipelinePolicy
@@ -25,6 +24,7 @@ from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.schedule.partition import group_ranges
 from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import PipelineShape
@@ -48,7 +48,7 @@ def plan(
     ranges: Sequence[range],
     work: StepShape,
     keyed: bool,
-    forms: Mapping[int, Forms | None] = MappingProxyType({}),
+    forms: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
 ) -> Plan:
     """Trace the model stage by stage, abstractly, groups that are alike once.
 

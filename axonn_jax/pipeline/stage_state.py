@@ -9,12 +9,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from axonn_jax.memory.forms import FormChoice, Forms
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import Pruner
 from axonn_jax.state.param_store import ParamStore, Placement
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 
@@ -33,7 +34,7 @@ class StateOptions:
     """Bytes of such state that stay on each device; None: those that the first update leaves room for."""
     split: bool
     """True if masters and optimizer state are split over `data`."""
-    chooser: Callable[[Specs, Mesh], FormChoice] | None = None
+    chooser: Callable[[Specs, Mesh], Pruner] | None = None
     """Function of a rank's layouts and mesh that returns the choice of its parameters' forms; None: plain arrays."""
     progress: Callable[[str], None] = lambda what: None
     """Callback with a line of text for each step of a long update."""
@@ -58,7 +59,7 @@ def stage_store(
     sizes = {name: p.shape for name, p in own.trained.items()}
     trained = {name: specs[name] for name in sizes}
 
-    def build(forms: Forms | None) -> tuple[Stack, Placement]:
+    def build(forms: PrunedLayout | None) -> tuple[Stack, Placement]:
         held = sizes if forms is None else sizes | dict(forms.value_shapes)
         state_specs = split_over_replicas(held, trained, mesh) if options.split else trained
         settings = (options.precisions, options.bucket, forms)

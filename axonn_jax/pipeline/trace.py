@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.models.packed import balance_of, inputs_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.params import SplitModule, Weights
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import cast_for_reduction, trained, training
 
@@ -88,8 +88,8 @@ class Stretch:
     """Parameters that the stretch reads; found by `survey`, as `y` is."""
     y: jax.ShapeDtypeStruct | None = None
     """Outgoing activations; None for the last stretch."""
-    forms: Forms | None = None
-    """Forms of the parameters that are not plain arrays."""
+    forms: PrunedLayout | None = None
+    """Layout of the pruned parameters."""
 
     @property
     def first(self) -> bool:

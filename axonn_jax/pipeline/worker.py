@@ -9,7 +9,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.host_arrays import replicated
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
@@ -18,7 +17,7 @@ from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
 from axonn_jax.tensor.collectives import all_reduce
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import Params, Weights
 from axonn_jax.tensor.specs import shard_mapped
 
 

@@ -13,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonn_jax import compat
 from axonn_jax.grid import MESH_AXES, REPLICA_AXES
-from axonn_jax.tensor.collectives import all_reduce, axis_size, mark_varying
+from axonn_jax.tensor.collectives import WeightForm, all_reduce, axis_size, mark_varying
 from axonn_jax.tensor.specs import spec_axes
 
 Params = dict[str, jax.Array]
+Weights = dict[str, jax.Array | WeightForm]
+"""Weights as layers read them, by name: an array, or a pytree of arrays that a layer takes its shard from."""
 Specs = dict[str, PartitionSpec]
 Role = Literal["", "router", "load", "adapter"]
 """Role of a parameter, declared where it is made. Those with one are float32 in every precision, as are their

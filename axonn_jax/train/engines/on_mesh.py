@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.forms import Forms
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.params import Params, Specs, SplitModule
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -38,8 +38,8 @@ class OnMesh:
     parts: SplitModule
     grid: Grid
     dtype: jnp.dtype
-    forms: Forms | None = field(default=None, kw_only=True)
-    """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
+    forms: PrunedLayout | None = field(default=None, kw_only=True)
+    """Layout of the pruned parameters, whose gradients are those of their kept values."""
     carried: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict, kw_only=True)
     """Shapes of the model's state that is no parameter and that steps change, such as statistics of a BatchNorm."""
 
@@ -88,8 +88,8 @@ class GradientProgram(Protocol):
         """The layout of a step's tokens."""
 
     @property
-    def forms(self) -> Forms | None:
-        """Forms of the parameters that are not plain arrays."""
+    def forms(self) -> PrunedLayout | None:
+        """Layout of the pruned parameters."""
 
     @property
     def state_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -14,7 +14,6 @@ from axonn_jax.backend.repairs import after
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
@@ -25,7 +24,7 @@ from axonn_jax.options import ReshardAfter
 from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
-from axonn_jax.tensor.params import Params, Specs, evaluating, global_norm, square_sum
+from axonn_jax.tensor.params import Params, Specs, Weights, evaluating, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
     MaybeGathered,

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.distributed.host_sync import HostSync, LocalSync, agree, host_sync, packed
 from axonn_jax.errors import UserError
-from axonn_jax.memory.forms import Forms
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.pruned.layout import PrunedLayout
@@ -177,7 +176,7 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
     Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
     """
 
-    def numbers(layout: Forms | None) -> tuple[int, ...]:
+    def numbers(layout: PrunedLayout | None) -> tuple[int, ...]:
         if not isinstance(layout, PrunedLayout):
             return (0,) * 5
         sizes = {name: prod(shape) for name, shape in layout.shapes.items()}

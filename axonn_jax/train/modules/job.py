@@ -15,10 +15,10 @@ from axonn_jax.adapters.layers import check_no_adapters
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
@@ -93,11 +93,11 @@ def loss_job(
     parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, state)))
     apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
-    def program(forms: Forms | None, dtypes: Precisions, **options: Any) -> LossProgram:
+    def program(forms: PrunedLayout | None, dtypes: Precisions, **options: Any) -> LossProgram:
         given = (dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype)
         return LossProgram(parts, grid, *given, forms=forms, carried=state, **options)
 
-    def build(forms: Forms | None) -> tuple[Stack, LossProgram, TrainStep]:
+    def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
         zero, _, dtypes = masters(memory, grid, apart=forms is not None)
         made = program(forms, dtypes, zero=zero, way=proof.way)
         separate = dtypes.master_weights or zero or offloads or forms is not None
