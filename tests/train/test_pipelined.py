@@ -198,14 +198,14 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
     [pytest.param(0, [2, 2], marks=pytest.mark.slow, id="full"), pytest.param(2**40, [3, 3], id="roomy")],
 )
 def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
-    asked, dispatcher = [], pipeline.PolicyDispatcher
+    asked, dispatcher = [], pipeline.dispatcher_of
 
     def ask(shape, pp_rank, policy):
         asked.append(policy.in_flight)
         return dispatcher(shape, pp_rank, policy)
 
     monkeypatch.setattr(build, "unused", lambda mesh, processes: free)
-    monkeypatch.setattr(pipeline, "PolicyDispatcher", ask)
+    monkeypatch.setattr(pipeline, "dispatcher_of", ask)
     made = trainer("llama", {"pipe": 2})
     for batch in batches(LLAMA.vocab, LLAMA.seq_len + 1)[:2]:
         made.step(batch)

@@ -22,9 +22,10 @@ from axonn_jax.memory.precision import HostScale
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
-from axonn_jax.pipeline.stage_state import StateOptions
 from axonn_jax.pipeline.trace import StepShape
-from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
+from axonn_jax.pruned.prune import prunable
+from axonn_jax.schedule.dispatcher import OrderedDispatcher, forward_only
+from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
@@ -34,7 +35,6 @@ from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
-from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.optimizer import check_optimizer
 from axonn_jax.train.validate import check_pipeline
@@ -79,7 +79,7 @@ class PipelineEngine:
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
         check_optimizer(optimizer, checked, split, memory, prune)
-        zero, offloads, dtypes = masters(memory, grid, apart=prune.prunes)
+        _, _, dtypes = masters(memory, grid, apart=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
         self.parts = shapes_of(split, dtypes.compute if split.adapters else dtypes.weights)
         self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
@@ -96,10 +96,19 @@ class PipelineEngine:
         self._shared = {name: ranks for name, ranks in build.shared(names).items() if name in self.parts.trained}
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.trained, [n for n in names[pp_rank] if n in self.parts.trained])
-        prunable = prunable_of(prune, self.parts, checked.layer_list)
-        placement = (memory.bucket, offloads, memory.resident_bytes, zero)
-        options = StateOptions(optimizer, self.precisions, *placement, choice_of_forms(prune, prunable), self._at)
-        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale, prunable)
+        self._states = PipelineState(
+            self.parts,
+            model,
+            names,
+            grid,
+            optimizer=optimizer,
+            memory=memory,
+            precisions=self.precisions,
+            prune=prune,
+            prunable=prunable(self.parts, checked.layer_list) if prune.prunes else (),
+            scale=self._scale,
+            progress=self._at,
+        )
         self.stores = self._states.stores
         self._links.status.now("between steps")
 
@@ -291,7 +300,7 @@ class PipelineEngine:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
         room = pipe.room.get(pp_rank, 0)  # the first step tells how much memory is left
         policy = self.policy.within(self.pipe_shape, room) if isinstance(self.policy, ByArrival) else self.policy
-        return PolicyDispatcher(self.pipe_shape, pp_rank, policy)
+        return dispatcher_of(self.pipe_shape, pp_rank, policy)
 
 
 @jax.jit

@@ -2,14 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.distributed.host_sync import HostSync, LocalSync, agree, host_sync, packed
@@ -18,23 +17,12 @@ from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.masks import kept
-from axonn_jax.pruned.prune import Pruner, make_masks, prunable
-from axonn_jax.tensor.params import Specs, SplitModule
+from axonn_jax.pruned.prune import make_masks
 from axonn_jax.train.engines.engine import Engine
 
 _CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
 """Lines for people kept until somebody takes them."""
-
-
-def prunable_of(config: PruneConfig, parts: SplitModule, layers: str) -> list[str]:
-    """Return the parameters of a model that settings prune; `layers` is its list of layers."""
-    return prunable(parts, layers) if config.prunes else []
-
-
-def choice_of_forms(config: PruneConfig, names: Collection[str]) -> Callable[[Specs, Mesh], Pruner] | None:
-    """Return a function of layouts and their mesh that makes the choice of pruned parameters' entries; None: none."""
-    return (lambda specs, mesh: Pruner(config, names, specs, mesh)) if config.prunes else None
 
 
 class Pruning:

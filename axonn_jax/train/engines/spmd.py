@@ -22,14 +22,13 @@ from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.prune import Pruner
+from axonn_jax.pruned.prune import Pruner, prunable
 from axonn_jax.state.param_store import ParamStore, Placement
 from axonn_jax.tensor.params import Params, Weights, placed, shapes_of, split_module
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
-from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
 from axonn_jax.train.optimizer import check_optimizer
 
@@ -89,7 +88,6 @@ def model_job(
     check_optimizer(optimizer, checked, made, memory, prune)
     parts = shapes_of(made)  # no array of the model's may live as long as the engine
     like = parts.merge(parts.params)
-    choice = choice_of_forms(prune, prunable_of(prune, parts, checked.layer_list))
     return Job(
         placed(made.params, parts.specs, grid.mesh),
         optimizer,
@@ -98,7 +96,7 @@ def model_job(
         checked.drops_out,
         owned,
         lambda params, carried: parts.merge(params),
-        None if choice is None else choice(parts.specs, grid.mesh),
+        Pruner(prune, prunable(parts, checked.layer_list), parts.specs, grid.mesh) if prune.prunes else None,
         not prune.later,
         padding_of(model),
     )

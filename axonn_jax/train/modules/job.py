@@ -19,11 +19,11 @@ from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_typ
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import Pruner
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
-from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
 from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch
@@ -105,7 +105,6 @@ def loss_job(
 
     batches = TreeBatches(grid, microbatches)
     proof = Proof(rows, program(None, dtypes), batches)
-    choice = choice_of_forms(prune, apart.kernels)
     return Job(
         params,
         optimizer,
@@ -114,7 +113,7 @@ def loss_job(
         apart.draws,
         owned=True,
         merge=apart.restored,
-        chooser=None if choice is None else choice(apart.specs, grid.mesh),
+        chooser=Pruner(prune, apart.kernels, apart.specs, grid.mesh) if prune.prunes else None,
         formed=not prune.later,
         carried=carried,
         changes=proof.changes,
