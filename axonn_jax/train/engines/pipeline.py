@@ -64,7 +64,7 @@ class PipelineEngine:
             return fit_vocabulary(model if isinstance(model, nnx.Module) else model(), grid.shape)
 
         made = fitted() if isinstance(model, nnx.Module) else None
-        abstract = shapes_alone(fitted) if made is None else made
+        abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
         self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
@@ -88,9 +88,7 @@ class PipelineEngine:
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
         settings = (optimizer, self.precisions, memory, prune)
-        self._states = PipelineState(
-            self.parts, fitted if made is None else made, names, grid, *settings, progress=self._at
-        )
+        self._states = PipelineState(self.parts, source, names, grid, *settings, progress=self._at)
         self.stores, self._scale = self._states.stores, self._states.scale
         self._links.status.now("between steps")
 
