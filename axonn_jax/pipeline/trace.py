@@ -27,30 +27,6 @@ X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microb
 """Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
 
 
-class InputArray(NamedTuple):
-    """One array among a stage's inputs."""
-
-    name: str
-    """Name of the input."""
-    leaf: int | None = None
-    """Number of the array among those of a weight in another form; None: the input is the array."""
-
-    def of(self, given: Mapping[str, Any]) -> Any:
-        """Return the array of given inputs."""
-        return given[self.name] if self.leaf is None else jax.tree.leaves(given[self.name])[self.leaf]
-
-
-def arrays_of(given: Mapping[str, Any]) -> list[InputArray]:
-    """Return the arrays of inputs that are arrays, or weights in another form, in order."""
-
-    def own(name: str, value: Any) -> list[InputArray]:
-        if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-            return [InputArray(name)]
-        return [InputArray(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
-
-    return [slot for name, value in given.items() for slot in own(name, value)]
-
-
 @dataclass(frozen=True)
 class StepShape:
     """Sizes of a step, the same for all stages."""
@@ -210,10 +186,10 @@ class Stretch:
 
 
 class Traced(NamedTuple):
-    """Traced function on local shards, and the names of its inputs."""
+    """Traced function on local shards, and for each of its arrays the name of the input that has it."""
 
     closed: compat.ClosedJaxpr
-    arrays: list[InputArray]
+    names: list[str]
 
 
 def survey(stretch: Stretch) -> Stretch:
@@ -221,7 +197,7 @@ def survey(stretch: Stretch) -> Stretch:
     everything = stretch.inputs(stretch.parts.params)
     closed, arrays = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
-    read = dict.fromkeys(arrays[i].name for i in part.inputs)
+    read = dict.fromkeys(arrays[i] for i in part.inputs)
     names = tuple(name for name in read if name in stretch.parts.params)
     if stretch.last:
         return replace(stretch, names=names)
@@ -249,7 +225,7 @@ def _trace(stretch: Stretch, f: Any, given: Mapping[str, Any]) -> Traced:
 
     specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in given.values())
     jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(traced[0], arrays_of(given))
+    return Traced(traced[0], [name for name, value in given.items() for _ in jax.tree.leaves(value)])
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:

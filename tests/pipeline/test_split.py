@@ -34,7 +34,7 @@ def handed(shape, precision):
     (group,) = stages[1]
     stretch = group.stretch
     traced = trace_whole(stretch)
-    free = [i for i, array in enumerate(traced.arrays) if array.name in stretch.parts.params]
+    free = [i for i, name in enumerate(traced.names) if name in stretch.parts.params]
     gradients = range(2, len(traced.closed.jaxpr.outvars))
     parts = cut(traced.closed, [[0], [1], gradients], free, [keep_ungathered, keep_all, keep_all])
     found = []

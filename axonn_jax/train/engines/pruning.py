@@ -14,9 +14,8 @@ from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.distributed.host_sync import HostSync, LocalSync, agree, host_sync, packed
 from axonn_jax.errors import UserError
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.masks import kept
+from axonn_jax.pruned.masks import WINDOW, EarlyBird, kept
 from axonn_jax.pruned.prune import make_masks
 from axonn_jax.train.engines.engine import Engine
 
@@ -74,7 +73,7 @@ class Pruning:
     def at(self, step: int) -> None:
         """Prune if it is time, before or behind a step: of two calls with as many steps done the second does nothing.
 
-        Collectives: those of `pruned.masks` and `pruned.early_bird`.
+        Collectives: those of `pruned.masks`.
         """
         self.check_masks()
         config = self._config
