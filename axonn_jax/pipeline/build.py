@@ -20,7 +20,6 @@ from axonn_jax.models.segments import Segment
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.leader import LeaderBroadcast
-from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
@@ -174,18 +173,15 @@ class CompiledPipeline:
     ):
         backwards, joins = policy.backwards(pipe_shape), policy.joins(pipe_shape)
         self.ranks: dict[int, StageWorker] = {}
-        self.reductions: dict[int, Reduction] = {}
         for pp_rank in grid.meshes:
             compiled: dict[int, SegmentPrograms] = {}
             own = {}
             for stage in pipe_shape.stages_of(pp_rank):
                 peers.status.now()  # each may take minutes to compile
                 own[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
-            self.ranks[pp_rank] = StageWorker(pp_rank, own)
             borrowed = frozenset(name for name, (_, second) in shared.items() if second == pp_rank)
-            self.reductions[pp_rank] = Reduction(
-                list(own.values()), grad_specs[pp_rank], bucket=bucket, borrowed=borrowed
-            )
+            specs = grad_specs[pp_rank]
+            self.ranks[pp_rank] = StageWorker(pp_rank, own, specs, bucket=bucket, borrowed=borrowed)
         arriving = {}
         for stage, groups in enumerate(stages):
             form = groups[0].stretch.x or groups[-1].stretch.y
@@ -204,14 +200,6 @@ class CompiledPipeline:
         self.executor = Executor(
             self.ranks, self._pipe_shape, self._carrier, peers.status, peers.recorder, peers.leader
         )
-
-    def losses(self) -> dict[int, jax.Array]:
-        """Return the mean loss of the step that has run, at the last pipe rank if it is here."""
-        return {
-            pp_rank: mean(rank.losses, rank.counted)
-            for pp_rank, rank in self.ranks.items()
-            if (mean := self.reductions[pp_rank].mean)
-        }
 
     def find_room(self, processes: int) -> None:
         """Fill `room` at the first call: the microbatches that fit in half of each device's unused memory."""

@@ -238,8 +238,8 @@ def test_plain_flax_layers_train_over_a_pipeline(axes):
         given = batches(32, 9)
         losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
         for pipe in getattr(made.engine, "_pipes", {}).values():
-            for reduction in pipe.reductions.values():  # the gradients take the place of their sums
-                found = reduction.reduce.memory_analysis()
+            for rank in pipe.ranks.values():  # the gradients take the place of their sums
+                found = rank.reduce.memory_analysis()
                 assert found.alias_size_in_bytes == found.argument_size_in_bytes > 0
         made.close()
         return losses

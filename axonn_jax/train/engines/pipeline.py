@@ -132,17 +132,17 @@ class PipelineEngine:
         pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
         begin = time.monotonic()
         status.now(running="the reduction of the gradients")
-        grads = {pp_rank: pipe.reductions[pp_rank].reduce(rank.take_sums()) for pp_rank, rank in pipe.ranks.items()}
+        grads = {pp_rank: rank.gradients() for pp_rank, rank in pipe.ranks.items()}
         for name, pp_ranks in self._states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
             received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
             for pp_rank in list(received):  # each is free again once it is added
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
-        measured = {pp_rank: pipe.reductions[pp_rank].measure(grads[pp_rank]) for pp_rank in grads}
-        losses, own = pipe.losses(), {}
+        measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
+        losses, own = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
-            own[pp_rank] = (float(square), float(losses.get(pp_rank, 0.0)), -inf if count is None else float(count))
+            own[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
         status.now(running="the agreement on loss and norm")
         squares, means, counts = zip(*sync.gathered(own), strict=True)
         norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
@@ -171,9 +171,8 @@ class PipelineEngine:
                 rank.begin(self.stores[pp_rank].weights, microbatches, None, train=False)
             orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
-            losses = pipe.losses()
             self._links.status.now(running="the agreement on the loss")
-            own = {pp_rank: (float(losses.get(pp_rank, 0.0)), rank.targets) for pp_rank, rank in pipe.ranks.items()}
+            own = {pp_rank: (float(rank.loss), rank.targets) for pp_rank, rank in pipe.ranks.items()}
             means, targets = zip(*self._links.sync.gathered(own), strict=True)
             return sum(means), sum(targets)
 
