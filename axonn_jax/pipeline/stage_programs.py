@@ -9,26 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.small_products import compile_traced
-from axonn_jax.options import Activations
-from axonn_jax.pipeline.partition_jaxpr import (
-    Keep,
-    cut,
-    keep_all,
-    keep_matmuls,
-    keep_none,
-    keep_reductions,
-    keep_ungathered,
-)
+from axonn_jax.pipeline.partition_jaxpr import cut, keeps
 from axonn_jax.pipeline.trace import Stretch, Traced, crossing
 from axonn_jax.tensor.specs import shard_mapped
-
-_KEEP: dict[Activations, Keep] = {
-    "none": keep_ungathered,
-    "full": keep_none,
-    "dots": keep_matmuls,
-    "save_collectives": keep_reductions,
-    "offload": keep_none,
-}
 
 
 class Result(NamedTuple):
@@ -74,8 +57,8 @@ class StagePrograms:
         self._stretch, self._traced = stretch, traced
         self._gradients, self._sums, self._inputs = gradients, sums, list(dict.fromkeys(traced.names))
         free = [i for i, name in enumerate(traced.names) if name in stretch.names]
-        keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
-        self._parts = cut(traced.closed, list(goals.values()), free, keep)
+        keep = {"keep": keeps(stretch.work.activations)} if "F" in goals else {}
+        self._parts = cut(traced.closed, list(goals.values()), free, **keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}
         runs = {name: (name,) for name in goals} | dict(joined or {})

@@ -15,7 +15,7 @@ from axonn_jax.models.packed import balance_of, inputs_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
-from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
+from axonn_jax.pipeline.partition_jaxpr import cut
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
@@ -196,7 +196,7 @@ def survey(stretch: Stretch) -> Stretch:
     """Return the stretch with its parameters and output, found by tracing its forward pass; allocates nothing."""
     everything = stretch.inputs(stretch.parts.params)
     closed, arrays = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
-    (part,) = cut(closed, [[0]], [], [keep_all])
+    (part,) = cut(closed, [[0]], [])
     read = dict.fromkeys(arrays[i] for i in part.inputs)
     names = tuple(name for name in read if name in stretch.parts.params)
     if stretch.last:
