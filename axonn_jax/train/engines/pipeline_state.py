@@ -51,8 +51,8 @@ class PipelineState:
     ):
         self._parts, self._names, self._optimizer, self._precisions = parts, names, optimizer, precisions
         self._memory, self._progress = memory, progress
-        whole: Any = parts.merge(parts.params)
-        self._pruned = prunable(parts, whole.layer_list) if prune.prunes else []
+        abstract: Any = parts.merge(parts.params)
+        self._pruned = prunable(parts, abstract.layer_list) if prune.prunes else []
         self.scale = HostScale(scaled=precisions.scaled)
         held_twice = build.shared(names)
         self.shared = {name: pp_ranks for name, pp_ranks in held_twice.items() if name in parts.trained}
