@@ -63,7 +63,8 @@ def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None
                 pipe.ranks[to].arrived(message, move(ran.value, form))
                 choosers[to].arrived(message)
     for rank in pipe.ranks.values():
-        jax.block_until_ready(rank.take_sums())
+        jax.block_until_ready(rank.sums)
+        rank.sums = {}
 
 
 class Updates:

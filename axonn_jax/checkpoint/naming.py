@@ -45,11 +45,4 @@ def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return OPTIMIZER + ".".join(_word(key) for key in path)
-
-
-def _word(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):  # of a dict, a sequence, a named tuple or dataclass
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(f"no name for {key!r} in an optimizer's state")
+    return OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator=".")

@@ -25,8 +25,7 @@ from axonn_jax.checkpoint.manifest import StoredArray, describe_files
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
 from axonn_jax.documents import replace_whole
-from axonn_jax.memory.forms import FormArray
-from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined
+from axonn_jax.memory.host_arrays import HOST, LayerSlice, PrunedArray, joined
 
 WORTH_IT = 32_000_000
 """Bytes of copies from which on the memory of the process is looked after."""
@@ -82,7 +81,7 @@ class OrbaxWriter:
         """
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
-        waits = any(_in_host_memory(value) or isinstance(value, FormArray) for value in state.values())
+        waits = any(_in_host_memory(value) or isinstance(value, PrunedArray) for value in state.values())
         least = 0 if any(map(_in_host_memory, state.values())) else _LEAST
         lots = _lots(state, least) if waits else [list(state)]
         parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]

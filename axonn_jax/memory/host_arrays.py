@@ -1,15 +1,20 @@
-"""Arrays in host memory, arrays that are kept cut or stacked, and moves between a host and its devices."""
+"""Arrays in host memory, arrays that are held cut, stacked or pruned, and moves between a host and its devices."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+
+from axonn_jax.pruned.layout import PrunedLayout
 
 HOST = "pinned_host"
 """The kind of host memory that devices copy from and to without a detour."""
@@ -26,23 +31,38 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 @dataclass(frozen=True)
-class CutArray:
-    """Array kept in parts, cut along `dim` of every device's shard, and joined on demand."""
+class HeldArray(ABC):
+    """Array of the state that is held as others, its `parts`, and made when asked for (`joined`)."""
 
-    parts: Sequence[jax.Array]
-    dim: int
+    parts: tuple[Any, ...]
     shape: tuple[int, ...]
     sharding: NamedSharding
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the parts."""
-        return self.parts[0].dtype
+        return np.dtype(self.parts[0].dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the global array."""
-        return sum(part.nbytes for part in self.parts)
+        return prod(self.shape) * self.dtype.itemsize
+
+    @abstractmethod
+    def joined(self) -> jax.Array:
+        """Return one array, a copy."""
+
+    def delete(self) -> None:
+        """Free the parts."""
+        for part in self.parts:
+            part.delete()
+
+
+@dataclass(frozen=True)
+class CutArray(HeldArray):
+    """Array whose parts are cut along `dim` of every device's shard."""
+
+    dim: int
 
     def joined(self) -> jax.Array:
         """Return the parts joined to one array, a copy."""
@@ -50,10 +70,32 @@ class CutArray:
         arrays = {s[0].device: np.concatenate([np.asarray(part.data) for part in s], axis=self.dim) for s in shards}
         return from_shards(self.shape, self.sharding, arrays)
 
-    def delete(self) -> None:
-        """Free the parts."""
-        for part in self.parts:
-            part.delete()
+
+@dataclass(frozen=True)
+class PrunedArray(HeldArray):
+    """Dense array of a pruned parameter; its part are the kept values, none of a mask, whose values are ones."""
+
+    layout: PrunedLayout
+    name: str
+    index: Any
+    """Positions of the kept entries, which are not freed: an array or a `HeldArray`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the values; of a mask bytes."""
+        return super().dtype if self.parts else np.dtype(np.uint8)
+
+    def joined(self) -> jax.Array:
+        """Return one array, a copy, with zeros for entries that are not kept."""
+        index = joined(self.index)
+        values = joined(self.parts[0]) if self.parts else jnp.ones_like(index, jnp.uint8)
+        return self.layout.expanded(self.name, values, index)
+
+
+def unpruned(layout: PrunedLayout, name: str, index: Any, *values: Any) -> PrunedArray:
+    """Return the dense array of a pruned parameter's values, or without any its mask."""
+    sharding = NamedSharding(layout.mesh, layout.specs[name])
+    return PrunedArray(values, layout.shapes[name], sharding, layout, name, index)
 
 
 @dataclass(frozen=True)
@@ -66,45 +108,20 @@ class HostShard:
 
 
 @dataclass(frozen=True)
-class LayerSlice:
-    """Layer's slice of an array that stacks all layers, cut out on demand."""
+class LayerSlice(HeldArray):
+    """Layer's slice of its part, an array [layers, ...] that stacks all layers, whose dim is not sharded."""
 
-    stacked: jax.Array
-    """[layers, ...], of which the layers' dim is not sharded."""
     layer: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the layer's slice."""
-        return self.stacked.shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the stacked array."""
-        return self.stacked.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's part."""
-        return self.stacked.nbytes // len(self.stacked)
-
-    @property
-    def sharding(self) -> Any:
-        """Layout of the slice as an array."""
-        sharding: Any = self.stacked.sharding
-        if not isinstance(sharding, NamedSharding):
-            return sharding
-        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
     @property
     def addressable_shards(self) -> list[HostShard]:
         """Shards of the slice in this process: views on the CPU backend, elsewhere copies on the host of all layers."""
-        shards = self.stacked.addressable_shards
+        shards = self.parts[0].addressable_shards
         return [HostShard(shard.index[1:], shard.device, np.asarray(shard.data)[self.layer]) for shard in shards]
 
     def joined(self) -> jax.Array:
         """One array, a copy."""
-        return _cut_out(self.stacked, np.int32(self.layer), self.sharding)
+        return _cut_out(self.parts[0], np.int32(self.layer), self.sharding)
 
     def on_host(self) -> jax.Array:
         """Return a copy in host memory as one array; temporary device memory is free again on return."""
@@ -113,9 +130,13 @@ class LayerSlice:
         copy.delete()
         return kept
 
-    def delete(self) -> None:
-        """Free the stacked array, the parts of all layers."""
-        self.stacked.delete()
+
+def layer_of(stacked: jax.Array, layer: int) -> LayerSlice:
+    """Return a layer's slice of an array that stacks all layers."""
+    sharding: Any = stacked.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+    return LayerSlice((stacked,), stacked.shape[1:], sharding, layer)
 
 
 @partial(jax.jit, static_argnames="sharding")

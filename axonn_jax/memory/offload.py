@@ -19,13 +19,14 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.distributed.gpu_limits import check_pinned
 from axonn_jax.memory.buckets import fitting
-from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.host_arrays import HOST, CutArray, cut, joined, on_host, settle, stays, stream, transferred
 from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm, plan_updates
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
 from axonn_jax.memory.report import StateBytes, room
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.weight_gather import Weights
 
 
 class OffloadedOptimizer:
@@ -244,7 +245,7 @@ class OffloadedOptimizer:
             if name is None or len(numbers) == 1 or want.shape != self._shapes[name]:
                 return leaves[numbers[0]][path]
             parts = tuple(leaves[number][path] for number in numbers)
-            return CutArray(parts, self.buckets[numbers[0]].dim, want.shape, self._placed[name])
+            return CutArray(parts, want.shape, self._placed[name], self.buckets[numbers[0]].dim)
 
         full = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
         return tree_map_with_path(find, self.programs.abstract_state(full))  # type: ignore[no-any-return]
@@ -277,17 +278,17 @@ class OffloadedOptimizer:
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(forms: Forms, weights: Weights) -> Params:
+def _values(forms: PrunedLayout, weights: Weights) -> Params:
     return forms.values(weights)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _first(forms: Forms, dtype: jnp.dtype, extra: Params) -> Weights:
+def _first(forms: PrunedLayout, dtype: jnp.dtype, extra: Params) -> Weights:
     return forms.first(extra, dtype)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _written(forms: Forms, weights: Weights, values: Params) -> Weights:
+def _written(forms: PrunedLayout, weights: Weights, values: Params) -> Weights:
     return forms.written(weights, values)
 
 

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.backend.traits import branches_freely
-from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_traits import owner, updated
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
 from axonn_jax.memory.zero import whole_weights
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.weight_gather import Weights
 
 
 class ModelState(NamedTuple):
@@ -28,7 +29,7 @@ class ModelState(NamedTuple):
     """Weights that layers read: float32, or the compute dtype where masters are kept apart."""
     masters: Params
     """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload. Those of a
-    parameter in another form (`memory.forms`) are its values, as is its optimizer state."""
+    pruned parameter are its kept values, as is its optimizer state."""
     optimizer: Any
     """Optax state, laid out like the masters; with offload one for each bucket, behind the bucket's masters."""
 
@@ -51,8 +52,8 @@ class DeviceOptimizer:
     precisions: Precisions = FULL
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
-    forms: Forms | None = None
-    """Forms of the parameters that are not plain arrays, whose `shapes` are those of the trained values."""
+    forms: PrunedLayout | None = None
+    """Layout of the pruned parameters, whose `shapes` are those of the trained values."""
 
     def start(self, params: Params, extra: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Return the first state of float32 parameters; it takes their arrays over if they are `owned`.

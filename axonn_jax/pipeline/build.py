@@ -1,6 +1,6 @@
 """Construction of a pipeline: stages planned and compiled for a batch shape, processes connected."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,15 @@ from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.distributed.host_sync import LocalSync, MpiSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.report import unused
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.leader import LeaderBroadcast
-from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.schedule.partition import group_ranges
 from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import PipelineShape
@@ -33,9 +32,6 @@ from axonn_jax.timeline.spans import Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_SHAPES = 4
-"""Batch shapes whose programs, threads and communicators are kept."""
 
 Plan = list[list[Group]]
 """Groups of every virtual stage of the model."""
@@ -48,7 +44,7 @@ def plan(
     ranges: Sequence[range],
     work: StepShape,
     keyed: bool,
-    forms: Mapping[int, Forms | None] = MappingProxyType({}),
+    forms: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
 ) -> Plan:
     """Trace the model stage by stage, abstractly, groups that are alike once.
 
@@ -80,12 +76,8 @@ def plan(
 
 def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str, ...]]:
     """Return the parameters of every pipe rank, in the model's order of stages."""
-    return [
-        tuple(
-            dict.fromkeys(n for stage in pipe_shape.stages_of(pp_rank) for group in stages[stage] for n in group.names)
-        )
-        for pp_rank in range(pipe_shape.pipe)
-    ]
+    groups = ([g for stage in pipe_shape.stages_of(rank) for g in stages[stage]] for rank in range(pipe_shape.pipe))
+    return [tuple(dict.fromkeys(name for group in own for name in group.names)) for own in groups]
 
 
 def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
@@ -173,41 +165,30 @@ class CompiledPipeline:
         pipe_shape: PipelineShape,
         peers: Peers,
         grad_specs: Mapping[int, Specs],
+        shared: Mapping[str, tuple[int, int]],
         *,
         channel: str,
         policy: Policy,
         bucket: int,
     ):
-        borrowed = {
-            pp_rank: frozenset(
-                name for name, (_, second) in shared(names_by_pp_rank(stages, pipe_shape)).items() if second == pp_rank
-            )
-            for pp_rank in grid.meshes
-        }
         backwards, joins = policy.backwards(pipe_shape), policy.joins(pipe_shape)
         self.ranks: dict[int, StageWorker] = {}
-        self.reductions: dict[int, Reduction] = {}
         for pp_rank in grid.meshes:
             compiled: dict[int, SegmentPrograms] = {}
             own = {}
             for stage in pipe_shape.stages_of(pp_rank):
                 peers.status.now()  # each may take minutes to compile
                 own[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
-            self.ranks[pp_rank] = StageWorker(pp_rank, own)
-            self.reductions[pp_rank] = Reduction(
-                list(own.values()), grad_specs[pp_rank], bucket=bucket, borrowed=borrowed[pp_rank]
-            )
+            borrowed = frozenset(name for name, (_, second) in shared.items() if second == pp_rank)
+            specs = grad_specs[pp_rank]
+            self.ranks[pp_rank] = StageWorker(pp_rank, own, specs, bucket=bucket, borrowed=borrowed)
         arriving = {}
         for stage, groups in enumerate(stages):
             form = groups[0].stretch.x or groups[-1].stretch.y
             if pipe_shape.rank_of(stage) in grid.meshes and form is not None:
                 arriving[stage] = form
-        self._ports, self._pipe_shape, self._peers, self._channel = (
-            Ports(arriving, pipe_shape.stages),
-            pipe_shape,
-            peers,
-            channel,
-        )
+        self._ports = Ports(arriving, pipe_shape.stages)
+        self._pipe_shape, self._peers, self._channel = pipe_shape, peers, channel
         self.room: dict[int, int] = {}
         """Microbatches, by pipe rank, for which there is memory beside those of 1F1B; known once a step has run."""
         self.open()
@@ -220,14 +201,6 @@ class CompiledPipeline:
             self.ranks, self._pipe_shape, self._carrier, peers.status, peers.recorder, peers.leader
         )
 
-    def losses(self) -> dict[int, jax.Array]:
-        """Return the mean loss of the step that has run, at the last pipe rank if it is here."""
-        return {
-            pp_rank: mean(rank.losses, rank.counted)
-            for pp_rank, rank in self.ranks.items()
-            if (mean := self.reductions[pp_rank].mean)
-        }
-
     def find_room(self, processes: int) -> None:
         """Fill `room` at the first call: the microbatches that fit in half of each device's unused memory."""
         for pp_rank, rank in self.ranks.items() if not self.room else ():
@@ -235,10 +208,6 @@ class CompiledPipeline:
             inputs = [stage.x for stage in rank.stages.values()]
             kept += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
             self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
-
-    def bytes_kept(self) -> int:
-        """Return the bytes of activations that a microbatch keeps between forward and backward, of the stages here."""
-        return sum(stage.bytes_kept() for rank in self.ranks.values() for stage in rank.stages.values())
 
     def close(self) -> None:
         """End the executor's threads and the channel."""
@@ -248,42 +217,3 @@ class CompiledPipeline:
         """Close the pipeline and free its communicators; collective over the pipe ranks."""
         self.close()
         self._carrier.free()
-
-
-class PipelineCache:
-    """A trainer's pipes by batch shape; those of the shapes used last are kept."""
-
-    def __init__(self) -> None:
-        self._pipes: dict[tuple[int, int], CompiledPipeline] = {}  # the one used last at the end
-
-    def __len__(self) -> int:
-        return len(self._pipes)
-
-    def values(self) -> list[CompiledPipeline]:
-        """Return all kept pipelines."""
-        return list(self._pipes.values())
-
-    def get(self, shape: tuple[int, int], make: Callable[[], CompiledPipeline]) -> CompiledPipeline:
-        """Return the pipe for batches of a shape, made if there is none.
-
-        Collective over the pipe ranks where one is made: it may replace the one that was not used longest.
-        """
-        pipe = self._pipes.pop(shape, None)
-        if pipe is None:
-            while len(self._pipes) >= _SHAPES:
-                self._pipes.pop(next(iter(self._pipes))).free()
-            pipe = make()
-        self._pipes[shape] = pipe
-        return pipe
-
-    def reopen(self) -> None:
-        """Reopen all pipelines, which forget unfinished tasks."""
-        for pipe in self.values():
-            pipe.close()
-            pipe.open()
-
-    def close(self) -> None:
-        """End all pipelines."""
-        for pipe in self.values():
-            pipe.close()
-        self._pipes.clear()

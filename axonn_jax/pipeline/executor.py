@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,25 +22,6 @@ from axonn_jax.timeline.spans import KIND_OF, Recorder
 from axonn_jax.timeline.spans import Kind as SpanKind
 
 _JOIN_S = 5.0
-
-
-class _Arrived(NamedTuple):
-    message: Message
-    value: jax.Array
-
-
-class _Ran(NamedTuple):
-    pp_rank: int
-    begin: float
-    end: float
-
-
-class _Ordered(NamedTuple):
-    task: Task
-
-
-class _Broke(NamedTuple):
-    error: BaseException
 
 
 class _Started(NamedTuple):
@@ -81,8 +62,8 @@ class Executor:
         self._status, self._recorder, self._leader = status, recorder, leader
         self._on_host = computes_on_cores(jax.default_backend())
         self._depth = 1 if self._on_host else 2
-        self._events: queue.SimpleQueue[_Arrived | _Ran | _Ordered | _Broke] = queue.SimpleQueue()
-        self._early: deque[_Arrived] = deque()  # of the next step, come before this one ended
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # run by the host loop
+        self._early: list[tuple[Message, jax.Array]] = []  # of the next step, come before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
         self._threads: list[threading.Thread] = []
         for pp_rank in ranks:
@@ -92,7 +73,7 @@ class Executor:
             self._threads[-1].start()
         # Also where nobody closes: a thread left in jax when the interpreter ends would abort the process.
         self._end_threads = weakref.finalize(self, _end, list(self._probes.values()), self._threads)
-        channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
+        channel.start(partial(self._post, self._arrived), self._broke)
 
     def close(self) -> None:
         """End the threads and the channel."""
@@ -116,13 +97,30 @@ class Executor:
         self._status.now("in a step")
         self._dispatchers = dispatchers
         running: dict[int, deque[_Started]] = {pp_rank: deque() for pp_rank in self._ranks}
+
+        def ran(pp_rank: int, begin: float, end: float) -> None:
+            started = running[pp_rank].popleft()
+            if train:
+                kind = KIND_OF[tuple(task.kind for task in started.tasks)]
+                self._recorder.add(pp_rank, str(started), kind, begin, end, step)
+            for task in started.tasks:
+                message = sends(task, self._pipe_shape)
+                if message is not None:
+                    assert started.value is not None
+                    self._channel.send(message, started.value)
+                dispatchers[pp_rank].finished(task)
+            self._status.finished = str(started)
+
+        def order(task: Task) -> None:
+            dispatchers[self._pipe_shape.rank_of(task.stage)].append(task)
+
         held: dict[int, Task] = {}  # by pipe rank, a forward to be started with its backward, once that is ordered
-        early, self._early = self._early, deque()
-        for kept in early:
-            self._take(kept)
+        early, self._early = self._early, []
+        for message, value in early:
+            self._arrived(message, value)
         leader = self._leader if train else None
         if leader is not None and not leader.leads:
-            leader.follow(step, lambda task: self._events.put(_Ordered(task)), self._broke)
+            leader.follow(step, partial(self._post, order), self._broke)
         while True:
             active = fresh = False
             for pp_rank, rank in self._ranks.items():
@@ -134,9 +132,9 @@ class Executor:
                         continue
                     tasks = (held.pop(pp_rank), task) if pp_rank in held else (task,)
                     at = time.monotonic()
-                    ran = rank.start(*tasks, train=train)
-                    running[pp_rank].append(_Started(tasks, ran.value))
-                    self._probes[pp_rank].put(_Probe(at, ran.done, partial(self._ran, pp_rank)))
+                    result = rank.start(*tasks, train=train)
+                    running[pp_rank].append(_Started(tasks, result.value))
+                    self._probes[pp_rank].put(_Probe(at, result.done, partial(self._post, ran, pp_rank)))
                     fresh = True
                 active = active or bool(running[pp_rank])
             if not active and all(dispatcher.done for dispatcher in dispatchers.values()):
@@ -146,35 +144,16 @@ class Executor:
             if fresh or not active:
                 self._channel.busy(active and self._on_host)
             self._note(running)
-            event = self._events.get()
-            if isinstance(event, _Broke):
-                raise event.error
-            if not isinstance(event, _Ran):
-                self._take(event)
-                continue
-            started = running[event.pp_rank].popleft()
-            if train:
-                kind = KIND_OF[tuple(task.kind for task in started.tasks)]
-                self._recorder.add(event.pp_rank, str(started), kind, event.begin, event.end, step)
-            for task in started.tasks:
-                message = sends(task, self._pipe_shape)
-                if message is not None:
-                    assert started.value is not None
-                    self._channel.send(message, started.value)
-                dispatchers[event.pp_rank].finished(task)
-            self._status.finished = str(started)
+            self._events.get()()
 
-    def _take(self, event: _Arrived | _Ordered) -> None:
-        """Give an arrival or an order to its dispatcher; an arrival that is early is kept for the next step."""
-        if isinstance(event, _Ordered):
-            self._dispatchers[self._pipe_shape.rank_of(event.task.stage)].append(event.task)
-            return
-        pp_rank = self._pipe_shape.rank_of(event.message.stage)
+    def _arrived(self, message: Message, value: jax.Array) -> None:
+        """Give an arrival to its dispatcher; one that is early is kept for the next step."""
+        pp_rank = self._pipe_shape.rank_of(message.stage)
         if self._dispatchers[pp_rank].done:
-            self._early.append(event)
+            self._early.append((message, value))
         else:
-            self._ranks[pp_rank].arrived(event.message, event.value)
-            self._dispatchers[pp_rank].arrived(event.message)
+            self._ranks[pp_rank].arrived(message, value)
+            self._dispatchers[pp_rank].arrived(message)
 
     def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
         tasks = [str(queued[0]) for queued in running.values() if queued]
@@ -193,11 +172,17 @@ class Executor:
             probe.ran(max(probe.at, last), now)  # a device runs its programs one after the other
             last = now
 
-    def _ran(self, pp_rank: int, begin: float, end: float) -> None:
-        self._events.put(_Ran(pp_rank, begin, end))
+    def _post(self, event: Callable[..., None], *given: Any) -> None:
+        """Let the host loop run a function, from any thread."""
+        self._events.put(partial(event, *given))
 
     def _broke(self, error: BaseException) -> None:
-        self._events.put(_Broke(error))
+        """Let the host loop raise an error of another thread."""
+
+        def throw() -> None:
+            raise error
+
+        self._events.put(throw)
 
 
 def _end(queues: Sequence["queue.SimpleQueue[_Probe | None]"], threads: Sequence[threading.Thread]) -> None:

@@ -14,6 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from axonn_jax.compat import ClosedJaxpr
+from axonn_jax.options import Activations
 
 Keep = Callable[[JaxprEqn], bool]
 """True if the results of an equation may be handed over, rather than computed again."""
@@ -51,12 +52,14 @@ class Part:
         return list(results[: len(self.outputs)]), list(results[len(self.outputs) :])
 
 
-def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int], keep: Sequence[Keep]) -> list[Part]:
+def cut(
+    closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int], keep: Keep = lambda eqn: True
+) -> list[Part]:
     """Cut a function into one part for each set of output positions in `goals`, in that order.
 
     Inputs are given to every part that needs them. Values that depend on `free` inputs alone (parameters: casts,
     gathered weights) are computed again wherever they are needed, so that they never wait in memory between two parts.
-    Of the rest, part `i` hands over values that `keep[i]` allows and a later part needs.
+    Of the rest, parts hand over values that a later part needs, the first one only those that `keep` allows.
     """
     jaxpr = closed.jaxpr
     position = {var: i for i, var in enumerate(jaxpr.invars)}
@@ -79,7 +82,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
             eqn = producer[var]
             again = var in cheap or _only_shows(eqn)
             before = home.get(var)
-            if not again and before is not None and keep[before](eqn):
+            if not again and before is not None and (before or keep(eqn)):
                 takes[var] = before
                 continue
             chosen[id(eqn)] = eqn
@@ -233,34 +236,24 @@ def _depend_only_on(closed: ClosedJaxpr, free: set[Var]) -> set[Var]:
     return known - free
 
 
-def keep_all(eqn: JaxprEqn) -> bool:
-    """Hand over every value that is needed later."""
-    return True
+def keeps(activations: Activations) -> Keep:
+    """Return the rule by which a forward hands values over under an activation policy.
 
+    `none`: all but gathered values, of which it hands over the part; `dots`: results of matmuls with weights (no batch
+    dims); `save_collectives`: values reduced over devices; others: none. Choices, as routers make, are always handed
+    over: computed again, they could come out differently.
+    """
 
-def _chosen(eqn: JaxprEqn) -> bool:
-    """Return True if an equation chose, as routers do: computed again, it could choose differently."""
-    return eqn.primitive.name == "top_k"
+    def keep(eqn: JaxprEqn) -> bool:
+        name = eqn.primitive.name
+        if activations == "none":
+            return name != "all_gather"
+        if activations == "dots" and name == "dot_general":
+            return not eqn.params["dimension_numbers"][1][0]
+        reduced = activations == "save_collectives" and name.startswith(("psum", "pmax", "reduce_scatter"))
+        return reduced or name == "top_k"
 
-
-def keep_ungathered(eqn: JaxprEqn) -> bool:
-    """Hand over every value that is needed later, but of gathered ones the part, to be gathered again."""
-    return eqn.primitive.name != "all_gather"
-
-
-def keep_none(eqn: JaxprEqn) -> bool:
-    """Return True for choices of experts alone; everything else is computed again."""
-    return _chosen(eqn)
-
-
-def keep_matmuls(eqn: JaxprEqn) -> bool:
-    """Hand over results of matmuls with weights (no batch dims) and compute the rest again."""
-    return _chosen(eqn) or (eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0])
-
-
-def keep_reductions(eqn: JaxprEqn) -> bool:
-    """Return True for choices of experts and for values reduced over devices; the rest is computed again."""
-    return _chosen(eqn) or eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
+    return keep
 
 
 def _size(atom: Any) -> int:

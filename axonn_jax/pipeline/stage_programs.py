@@ -9,26 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.small_products import compile_traced
-from axonn_jax.options import Activations
-from axonn_jax.pipeline.partition_jaxpr import (
-    Keep,
-    cut,
-    keep_all,
-    keep_matmuls,
-    keep_none,
-    keep_reductions,
-    keep_ungathered,
-)
-from axonn_jax.pipeline.trace import InputArray, Stretch, Traced, crossing
+from axonn_jax.pipeline.partition_jaxpr import cut, keeps
+from axonn_jax.pipeline.trace import Stretch, Traced, crossing
 from axonn_jax.tensor.specs import shard_mapped
-
-_KEEP: dict[Activations, Keep] = {
-    "none": keep_ungathered,
-    "full": keep_none,
-    "dots": keep_matmuls,
-    "save_collectives": keep_reductions,
-    "offload": keep_none,
-}
 
 
 class Result(NamedTuple):
@@ -45,8 +28,8 @@ class Result(NamedTuple):
 
 class _StageProgram(NamedTuple):
     compiled: Any
-    inputs: list[InputArray]
-    """The program's inputs among those of the whole function."""
+    inputs: list[int]
+    """The program's inputs among the arrays of the whole function."""
     taken: list[tuple[int, int]]
     """Values from earlier programs, as (program, position among its handed values)."""
     later: set[tuple[int, int]]
@@ -72,10 +55,10 @@ class StagePrograms:
         joined: Mapping[str, tuple[str, ...]] | None = None,
     ):
         self._stretch, self._traced = stretch, traced
-        self._gradients, self._sums = gradients, sums
-        free = [i for i, array in enumerate(traced.arrays) if array.name in stretch.names]
-        keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
-        self._parts = cut(traced.closed, list(goals.values()), free, keep)
+        self._gradients, self._sums, self._inputs = gradients, sums, list(dict.fromkeys(traced.names))
+        free = [i for i, name in enumerate(traced.names) if name in stretch.names]
+        keep = {"keep": keeps(stretch.work.activations)} if "F" in goals else {}
+        self._parts = cut(traced.closed, list(goals.values()), free, **keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}
         runs = {name: (name,) for name in goals} | dict(joined or {})
@@ -97,7 +80,8 @@ class StagePrograms:
         to them.
         """
         program = self._programs[name]
-        inputs = [array.of(given) for array in program.inputs]
+        arrays = jax.tree.leaves([given.get(name, 0) for name in self._inputs])
+        inputs = [arrays[i] for i in program.inputs]
         taken = [kept[source][position] for source, position in program.taken]
         heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
         kept.append(handed)
@@ -111,12 +95,11 @@ class StagePrograms:
 
     def _compile(self, numbers: tuple[int, ...]) -> _StageProgram:
         mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
-        known = self._stretch.all_inputs
+        known = jax.tree.leaves([*self._stretch.all_inputs.values()])
         which = list(dict.fromkeys(i for part in parts for i in part.inputs))
         before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
         adds = any(i in gradients for part in parts for i in part.outputs)
-        arrays = [self._traced.arrays[i] for i in which]
-        inputs = [array.of(known) for array in arrays]
+        inputs = [known[i] for i in which]
         taken = [self._handed[source][position] for source, position in before]
         sums = dict(self._sums) if adds else {}
         loss = self._stretch.last
@@ -147,8 +130,8 @@ class StagePrograms:
         traced = jax.jit(run, donate_argnums=2, out_shardings=shardings).trace(*arguments)
         behind = self._parts[numbers[-1] + 1 :]
         later = {pair for after in behind for pair in after.taken if pair[0] <= numbers[-1]}
-        reads = frozenset(self._traced.arrays[i].name for after in behind for i in after.inputs)
-        return _StageProgram(compile_traced(traced), arrays, before, later, reads, adds, which_heads)
+        reads = frozenset(self._traced.names[i] for after in behind for i in after.inputs)
+        return _StageProgram(compile_traced(traced), which, before, later, reads, adds, which_heads)
 
     def _head(self, position: int) -> jax.ShapeDtypeStruct:
         if position == 0 and self._stretch.last:

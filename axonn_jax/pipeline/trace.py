@@ -11,44 +11,20 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.models.packed import balance_of, inputs_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
-from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
+from axonn_jax.pipeline.partition_jaxpr import cut
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
-from axonn_jax.tensor.weight_gather import cast_for_reduction, trained, training
+from axonn_jax.tensor.weight_gather import Weights, cast_for_reduction, trained, training
 
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
-
-
-class InputArray(NamedTuple):
-    """One array among a stage's inputs."""
-
-    name: str
-    """Name of the input."""
-    leaf: int | None = None
-    """Number of the array among those of a weight in another form; None: the input is the array."""
-
-    def of(self, given: Mapping[str, Any]) -> Any:
-        """Return the array of given inputs."""
-        return given[self.name] if self.leaf is None else jax.tree.leaves(given[self.name])[self.leaf]
-
-
-def arrays_of(given: Mapping[str, Any]) -> list[InputArray]:
-    """Return the arrays of inputs that are arrays, or weights in another form, in order."""
-
-    def own(name: str, value: Any) -> list[InputArray]:
-        if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-            return [InputArray(name)]
-        return [InputArray(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
-
-    return [slot for name, value in given.items() for slot in own(name, value)]
 
 
 @dataclass(frozen=True)
@@ -88,8 +64,8 @@ class Stretch:
     """Parameters that the stretch reads; found by `survey`, as `y` is."""
     y: jax.ShapeDtypeStruct | None = None
     """Outgoing activations; None for the last stretch."""
-    forms: Forms | None = None
-    """Forms of the parameters that are not plain arrays."""
+    forms: PrunedLayout | None = None
+    """Layout of the pruned parameters."""
 
     @property
     def first(self) -> bool:
@@ -210,18 +186,18 @@ class Stretch:
 
 
 class Traced(NamedTuple):
-    """Traced function on local shards, and the names of its inputs."""
+    """Traced function on local shards, and for each of its arrays the name of the input that has it."""
 
     closed: compat.ClosedJaxpr
-    arrays: list[InputArray]
+    names: list[str]
 
 
 def survey(stretch: Stretch) -> Stretch:
     """Return the stretch with its parameters and output, found by tracing its forward pass; allocates nothing."""
     everything = stretch.inputs(stretch.parts.params)
     closed, arrays = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
-    (part,) = cut(closed, [[0]], [], [keep_all])
-    read = dict.fromkeys(arrays[i].name for i in part.inputs)
+    (part,) = cut(closed, [[0]], [])
+    read = dict.fromkeys(arrays[i] for i in part.inputs)
     names = tuple(name for name in read if name in stretch.parts.params)
     if stretch.last:
         return replace(stretch, names=names)
@@ -249,7 +225,7 @@ def _trace(stretch: Stretch, f: Any, given: Mapping[str, Any]) -> Traced:
 
     specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in given.values())
     jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(traced[0], arrays_of(given))
+    return Traced(traced[0], [name for name, value in given.items() for _ in jax.tree.leaves(value)])
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,8 @@
-"""Worker of a pipe rank, which holds its stages and the values kept between their tasks."""
+"""Worker of a pipe rank, which holds its stages and the values kept between their tasks, and ends a step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.host_arrays import replicated
+from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
 from axonn_jax.pipeline.stage import Kept, Stage
@@ -18,19 +20,25 @@ from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
 from axonn_jax.tensor.collectives import all_reduce
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import Params, Specs, SplitModule, square_sum
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import Weights
 
 
 class StageWorker:
     """Worker that starts the programs of a pipe rank's virtual stages, and keeps activations and gradients between
-    them."""
+    them.
 
-    def __init__(self, pp_rank: int, stages: Mapping[int, Stage]):
+    Behind the last task it reduces the gradients, in buckets, to the layout of `grad_specs`, and measures them but for
+    the `borrowed` ones, which another rank holds too and measures. All programs take and give global arrays.
+    """
+
+    def __init__(
+        self, pp_rank: int, stages: Mapping[int, Stage], grad_specs: Specs, *, bucket: int, borrowed: frozenset[str]
+    ):
         self.pp_rank, self.stages = pp_rank, dict(stages)
         stage = next(iter(self.stages.values()))
-        self.mesh = stage.mesh
-        self._work = stage.work
+        self.mesh, self._work, self._model = stage.mesh, stage.work, stage.model
         self._replicated = NamedSharding(self.mesh, P())
         self._tokens_sharding = NamedSharding(self.mesh, P(BATCH_AXES))
         self._numbers: list[jax.Array] = []
@@ -41,13 +49,20 @@ class StageWorker:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
         self._count = None
-        if stage.model.balanced or any(stage.last for stage in self.stages.values()):
-            self._count = _counting(stage.model, self.mesh, stage.work.microbatches)
+        if self._model.balanced or any(stage.last for stage in self.stages.values()):
+            self._count = _counting(self._model, self.mesh, self._work.microbatches)
         self.counted: jax.Array | None = None
         """Targets of the step that count, where a loss is here."""
         self.losses: list[jax.Array] = []
         self.sums: Params = {}
-        self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
+        forms = {name: form for stage in self.stages.values() for name, form in stage.sums.items()}
+        own_specs = {name: grad_specs[name] for name in forms}
+        self._zero = _zero(forms)
+        self.reduce = self._reduce(stage.parts, forms, own_specs, bucket)
+        """Program: sums of gradients, which are used up -> gradients."""
+        self._mean = self._averaging()
+        self.measure = self._measuring(stage.parts, forms, own_specs, borrowed)
+        """Program: gradients -> their sum of squares, and of `Counts` the metric (or None) and the counts by name."""
         self._inbox: dict[Message, jax.Array] = {}
         # By (stage, microbatch): values of its programs, until the last has started.
         self._kept: dict[tuple[int, int], list[Kept]] = {}
@@ -58,9 +73,9 @@ class StageWorker:
         return float(self.counted) if self.losses and self.counted is not None else 0.0
 
     @property
-    def reads_tokens(self) -> bool:
-        """True if one of the rank's stages reads tokens."""
-        return any(stage.tokens is not None for stage in self.stages.values())
+    def loss(self) -> jax.Array | float:
+        """The mean loss of the step that has run; 0 on ranks without the last stage."""
+        return 0.0 if self._mean is None else self._mean(self.losses, self.counted)  # type: ignore[no-any-return]
 
     def begin(
         self,
@@ -78,8 +93,9 @@ class StageWorker:
         self._params = params
         self.losses, self._inbox, self._kept = [], {}, {}
         self._given: list[dict[str, jax.Array]] = [{} for _ in range(self._work.microbatches)]
+        reads = any(stage.tokens is not None for stage in self.stages.values())
         for number, given in enumerate(self._given):
-            if self.reads_tokens:
+            if reads:
                 shape = (self._work.rows, self._work.width)
                 given[TOKENS] = jax.make_array_from_process_local_data(
                     self._tokens_sharding, rows[number].astype(np.int32, copy=False), shape
@@ -97,10 +113,10 @@ class StageWorker:
         """Return the step's dropout key on this rank's mesh."""
         return self._fold(np.uint32(seed), np.uint32(step))  # type: ignore[no-any-return]
 
-    def take_sums(self) -> Params:
-        """Hand out the step's gradients and drop the reference: the caller frees them."""
+    def gradients(self) -> Params:
+        """Return the step's gradients, reduced; their sums are used up."""
         sums, self.sums = self.sums, {}
-        return sums
+        return self.reduce(sums)  # type: ignore[no-any-return]
 
     def arrived(self, message: Message, value: jax.Array) -> None:
         """Keep a message's array until its task is started."""
@@ -132,6 +148,68 @@ class StageWorker:
         if ran.loss is not None:
             self.losses.append(ran.loss)
         return ran
+
+    def _reduce(
+        self, parts: SplitModule, forms: Mapping[str, jax.ShapeDtypeStruct], grad_specs: Specs, bucket: int
+    ) -> Any:
+        """Return `reduce`; memory of the sums is reused unless gradients are scattered over `data`.
+
+        Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
+        """
+        token_axes, specs = self._model.token_axes, {name: parts.specs[name] for name in forms}
+
+        def local(sums: Params) -> Params:
+            own = {name: value[0] for name, value in sums.items()}
+            axes = partial(parts.sum_axes, token_axes=token_axes)
+            return reduce_gradients(own, specs, grad_specs, bucket, self.mesh, axes)
+
+        given = {name: form.sharding.spec for name, form in forms.items()}
+        run = shard_mapped(local, self.mesh, (given,), grad_specs)
+        return jax.jit(run, donate_argnums=0).lower(dict(forms)).compile()
+
+    def _averaging(self) -> Callable[..., Any] | None:
+        """Results of the last stage's forwards, targets that count -> mean loss; 4 bytes over `data` and `z`."""
+        last = next((stage for stage in self.stages.values() if stage.last), None)
+        if last is None or last.losses is None:
+            return None
+        losses = [last.losses] * self._work.microbatches
+        targets = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
+
+        def local(losses: list[jax.Array], targets: jax.Array) -> jax.Array:
+            return all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
+
+        specs = [last.losses.sharding.spec] * len(losses)
+        return jax.jit(shard_mapped(local, self.mesh, (specs, P()), P())).lower(losses, targets).compile()
+
+    def _measuring(
+        self,
+        parts: SplitModule,
+        forms: Mapping[str, jax.ShapeDtypeStruct],
+        grad_specs: Specs,
+        borrowed: frozenset[str],
+    ) -> Callable[..., Any]:
+        counts = self._model.counts(parts.loads & forms.keys())
+        names = () if counts is None else counts.names
+        counted = {name: spec for name, spec in grad_specs.items() if name not in borrowed.union(names)}
+
+        def local(grads: Params) -> jax.Array:
+            return square_sum({name: grads[name] for name in counted}, counted)
+
+        squares = shard_mapped(local, self.mesh, (grad_specs,), P())
+
+        def measure(grads: Params) -> tuple[jax.Array, jax.Array | None, Params]:
+            if counts is None:
+                return squares(grads), None, {}
+            own = {name: grads[name] for name in counts.names}
+            return squares(grads), counts.measure(own), counts.centred(own)
+
+        grads = {
+            name: jax.ShapeDtypeStruct(form.shape[1:], form.dtype, sharding=NamedSharding(self.mesh, grad_specs[name]))
+            for name, form in forms.items()
+        }
+        number = self._replicated
+        shardings = (number, None if counts is None else number, {name: grads[name].sharding for name in names})
+        return jax.jit(measure, out_shardings=shardings).lower(grads).compile()
 
 
 def _counting(model: Model, mesh: Mesh, microbatches: int) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -9,7 +9,8 @@ integers: a kernel may have more entries than 32 bits count.
 """
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -37,7 +38,9 @@ def magnitude_masks(weights: Mapping[str, jax.Array], density: float, scope: Pru
     masks: dict[str, jax.Array] = {}
     for names in rounds(weights):
         chosen = [weights[name] for name in names]
-        masks |= zip(names, _ready(_largest(chosen, _counts_kept(chosen, density))), strict=True)
+        masks |= zip(
+            names, _ready(_largest(chosen, np.array([kept(weight.size, density) for weight in chosen]))), strict=True
+        )
     return masks
 
 
@@ -101,10 +104,6 @@ def totals(masks: Arrays) -> jax.Array:
 
 def _ready(arrays: Arrays) -> Arrays:
     return jax.block_until_ready(arrays)  # type: ignore[no-any-return]
-
-
-def _counts_kept(weights: Arrays, density: float) -> np.ndarray:
-    return np.array([kept(weight.size, density) for weight in weights])
 
 
 @partial(jax.jit, static_argnames="kinds")
@@ -171,8 +170,11 @@ def _largest_of_all(weights: Mapping[str, jax.Array], count: int) -> dict[str, j
     groups = [(names, [weights[name] for name in names]) for names in rounds(weights)]
 
     def more(threshold: int) -> dict[str, int]:
-        counts = [zip(names, _counts(chosen, threshold).tolist(), strict=True) for names, chosen in groups]
-        return {name: count for of_round in counts for name, count in of_round}
+        counts: dict[str, int] = {}
+        for names, chosen in groups:
+            entries = _more(chosen, np.full(len(chosen), threshold, np.int32))
+            counts |= zip(names, np.asarray(entries).tolist(), strict=True)
+        return counts
 
     low, high = 0, _LARGEST
     while low < high:
@@ -191,10 +193,58 @@ def _largest_of_all(weights: Mapping[str, jax.Array], count: int) -> dict[str, j
     return masks
 
 
-def _counts(weights: Sequence[jax.Array], threshold: int) -> np.ndarray:
-    return np.asarray(_more(list(weights), np.full(len(weights), threshold, np.int32)))
-
-
 @counting
 def _more(weights: Arrays, threshold: jax.Array) -> jax.Array:
     return totals(_larger(_orders(weights), threshold))
+
+
+WINDOW = 5
+"""Masks in a row that must be alike (the paper's queue)."""
+
+
+class EarlyBird:
+    """Search for a mask while a run trains: the first that no longer changes (You et al., ICLR 2020).
+
+    It remembers the last four masks; each has a byte an entry on its devices. The paper counts the entries in which two
+    masks differ over all entries. Masks drawn at random, of density f, differ in 2f(1-f) of them: at density 0.05 in
+    fewer than the paper's threshold of a tenth. So differences are counted over those.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self._last: deque[Mapping[str, jax.Array]] = deque(maxlen=WINDOW - 1)
+        self.distance: float | None = None
+        """The largest to one of the masks before, at the last look."""
+
+    def done(self, masks: Mapping[str, jax.Array]) -> bool:
+        """True if the newest mask's `distance` to each of the four before is at most `threshold`.
+
+        Collectives: all-reduces of three numbers a parameter and mask.
+        """
+        before = list(self._last)
+        self.distance = max((distance(masks, earlier) for earlier in before), default=None)
+        self._last.append(masks)
+        return len(before) == WINDOW - 1 and self.distance is not None and self.distance <= self.threshold
+
+
+def distance(masks: Mapping[str, jax.Array], earlier: Mapping[str, jax.Array]) -> float:
+    """Return the entries in which two masks differ, as a share of those in which random masks would differ.
+
+    A random mask keeps as many entries of every parameter as the mask does: 0 means equal masks, about 1 unrelated
+    ones.
+    """
+    differing, by_chance = 0, 0.0
+    for names in rounds(masks):
+        counts = np.asarray(_differing([masks[name] for name in names], [earlier[name] for name in names]))
+        for name, (apart, now, then) in zip(names, counts.T.tolist(), strict=True):
+            size = masks[name].size
+            differing += apart
+            by_chance += (now * (size - then) + then * (size - now)) / size
+    return differing / by_chance if by_chance else 0.0
+
+
+@counting
+def _differing(masks: Arrays, earlier: Arrays) -> jax.Array:
+    """Count entries in which masks differ, that each mask keeps, and that the earlier one keeps: [3, masks]."""
+    apart = [mask != before for mask, before in zip(masks, earlier, strict=True)]
+    return jnp.stack([totals(apart), totals(masks), totals(earlier)])

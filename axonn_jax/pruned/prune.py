@@ -20,7 +20,7 @@ from axonn_jax.tensor.specs import size_over
 
 
 class KeptEntries(NamedTuple):
-    """The entries of pruned parameters that are trained (`memory.forms.Chosen`)."""
+    """The entries of pruned parameters that are trained."""
 
     forms: PrunedLayout
     extra: Params
@@ -61,7 +61,7 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 
 
 class Pruner:
-    """Choice of the kept entries of the parameters on one mesh (`memory.forms.FormChoice`).
+    """Choice of the kept entries of the parameters on one mesh.
 
     `prunable` are the parameters that are pruned in the whole model, `specs` the layouts of those on this mesh.
     """

@@ -1,15 +1,9 @@
 """Dispatchers: the next task of a rank, given the messages that have arrived and the tasks that have finished."""
 
 from collections import deque
-from collections.abc import Collection
-from itertools import islice
+from collections.abc import Collection, Iterable
 
-from axonn_jax.schedule.message_driven import MessageDriven
-from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, predecessor
-
-_FEW = 8
-"""Missing messages that a dispatcher names at most."""
 
 
 class OrderedDispatcher:
@@ -22,19 +16,26 @@ class OrderedDispatcher:
     predecessor was *started*: a device runs its tasks in the order of their start, so a caller may start ahead.
     """
 
-    def __init__(self, shape: PipelineShape, rank: int, last: Collection[Kind] = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)):
+    def __init__(
+        self,
+        shape: PipelineShape,
+        rank: int,
+        order: Iterable[Task] = (),
+        *,
+        last: Collection[Kind] = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT),
+    ):
         if not 0 <= rank < shape.pipe:
             raise ValueError(f"rank {rank} of a pipeline of {shape.pipe}")
         self.shape, self.rank = shape, rank
         self._pipe, self._stages = shape.pipe, shape.stages
         self._last = last
         """Kinds of task that end a microbatch in a stage."""
-        self._order: deque[Task] = deque()  # and not yet started
+        self._order = deque(order)  # and not yet started
         self._known: set[Task] = set()  # ever appended
         self._arrived: set[Message] = set()
         self._begun: set[Task] = set()
         self._running: set[Task] = set()
-        self._count = self._forwards = self._releases = 0
+        self._count = self._forwarded = self._releases = 0
 
     def append(self, task: Task) -> None:
         """Append a task to the order.
@@ -99,12 +100,12 @@ class OrderedDispatcher:
 
         A caller that starts ahead sees a larger number here than the device, by the tasks that have not run yet.
         """
-        return self._forwards - self._releases
+        return self._forwarded - self._releases
 
     def _start(self, task: Task) -> Task:
         self._running.add(task)
         self._count += 1
-        self._forwards += task.kind is Kind.FORWARD
+        self._forwarded += task.kind is Kind.FORWARD
         return task
 
     def _ready(self, task: Task) -> bool:
@@ -126,61 +127,12 @@ class OrderedDispatcher:
             raise ValueError(f"rank {self.rank} of {self.shape}: has no place for {what}")
 
 
-class PolicyDispatcher(OrderedDispatcher):
-    """Dispatcher that chooses the tasks of one rank by a policy; the same calls in the same order give the same
-    choices.
-
-    Raises:
-        UserError: the policy cannot run with this shape.
-    """
-
-    def __init__(self, shape: PipelineShape, rank: int, policy: Policy):
-        super().__init__(shape, rank)
-        policy.check(shape)
-        self._rule = MessageDriven(shape, rank, policy) if isinstance(policy, ByArrival) else None
-        if not isinstance(policy, ByArrival):
-            self._order.extend(policy.order(shape, rank))
-
-    def append(self, task: Task) -> None:
-        """Raise ``ValueError``: this dispatcher takes no order from outside."""
-        raise ValueError(f"rank {self.rank}: {task} from outside, but this rank chooses by itself")
-
-    def arrived(self, message: Message) -> None:
-        """Record that an input has arrived.
-
-        Raises ``ValueError`` for a message that came before or is for nobody here.
-        """
-        if self._rule is None:
-            super().arrived(message)
-            return
-        self._check_message(message)
-        direction, stage, microbatch = message
-        if direction == "forward":
-            self._rule.forward_ready(stage, microbatch)
-        else:
-            self._rule.backward_ready(stage, microbatch)
-
-    def next(self) -> Task | None:
-        """Return the task to start now, counted as started, or None if nothing can be started."""
-        if self._rule is None:
-            return super().next()
-        task = self._rule.choose()
-        return None if task is None else self._start(task)
-
-    def waiting_for(self) -> list[Message]:
-        """Return the messages whose absence stops this rank now, most urgent first.
-
-        In a fixed order this is the next task's message; under the message-driven policy, the first few of those that
-        would let a task start: a rank asks whenever it has nothing to do, and shows one.
-        """
-        return super().waiting_for() if self._rule is None else list(islice(self._rule.missing(), _FEW))
-
-
 def forward_only(shape: PipelineShape, rank: int) -> OrderedDispatcher:
     """Return an evaluation's dispatcher: microbatches in groups of `pipe`, a group through one stage at a time."""
-    dispatcher = OrderedDispatcher(shape, rank, (Kind.FORWARD,))
-    for start in range(0, shape.microbatches, shape.pipe):
-        for stage in shape.stages_of(rank):
-            for microbatch in range(start, min(start + shape.pipe, shape.microbatches)):
-                dispatcher.append(Task(Kind.FORWARD, stage, microbatch))
-    return dispatcher
+    order = [
+        Task(Kind.FORWARD, stage, microbatch)
+        for start in range(0, shape.microbatches, shape.pipe)
+        for stage in shape.stages_of(rank)
+        for microbatch in range(start, min(start + shape.pipe, shape.microbatches))
+    ]
+    return OrderedDispatcher(shape, rank, order, last=(Kind.FORWARD,))

@@ -1,19 +1,23 @@
-"""Message-driven rule: choice among the ready tasks of a rank (AxoNN, IPDPS 22, with split backwards)."""
+"""Message-driven dispatcher: choice among the ready tasks of a rank (AxoNN, IPDPS 22, with split backwards)."""
 
 import heapq
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
-from axonn_jax.schedule.policies import ByArrival
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
 
 _FORWARD, _WHOLE, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
+_FEW = 8
+"""Missing messages that a dispatcher names at most."""
 _Ready = tuple[int, int, int]
 
 
-class MessageDriven:
-    """The ready tasks of one rank, and the choice among them.
+class ArrivalDispatcher(OrderedDispatcher):
+    """Dispatcher that chooses among the ready tasks of one rank; the same calls in the same order, the same choices.
 
     Arrivals decide; there is no fixed order. Among the ready:
 
@@ -53,15 +57,16 @@ class MessageDriven:
     """
 
     def __init__(self, shape: PipelineShape, rank: int, policy: ByArrival):
-        self._rank, self._split, self._microbatches = rank, policy.splits, shape.microbatches
-        self._pipe, self._chunks, self._last = shape.pipe, len(shape.stages_of(rank)), shape.last
+        super().__init__(shape, rank)
+        self._split, self._microbatches = policy.splits, shape.microbatches
+        self._chunks, self._deepest = shape.virtual_stages, shape.last
         self._bound, self._limit = policy.live(shape, rank), policy.limit(shape, rank)
         # Ready tasks as (group, stage, microbatch), backwards with minus the stage, the next one first.
         self._forwards: list[_Ready] = []
         self._backwards: list[_Ready] = []
         self._weights: deque[tuple[int, int]] = deque()
         # By chunk and microbatch: whether a forward has its input; backwards that wait for theirs.
-        self._received = [bytearray(shape.microbatches) for _ in shape.stages_of(rank)]
+        self._received = [bytearray(shape.microbatches) for _ in range(self._chunks)]
         self._backwards_due: set[_Ready] = set()
         self._forward_was_last = False
         self._held = 0  # activations alive on the device once everything started has run
@@ -72,33 +77,52 @@ class MessageDriven:
         self._oldest = 0  # the first microbatch with forwards left to run here
         self._younger = 0  # activations in flight of the microbatches after it
         if rank == 0:
-            self.forward_ready(0, 0)
+            self._forward_ready(0, 0)
 
-    def forward_ready(self, stage: int, microbatch: int) -> None:
-        """Record that a forward's input has arrived. Raises ``ValueError`` the second time."""
+    def append(self, task: Task) -> None:
+        """Raise ``ValueError``: this dispatcher takes no order from outside."""
+        raise ValueError(f"rank {self.rank}: {task} from outside, but this rank chooses by itself")
+
+    def arrived(self, message: Message) -> None:
+        """Record that an input has arrived.
+
+        Raises ``ValueError`` for a message that came before, is for nobody here, or is a gradient before its forward.
+        """
+        self._check_message(message)
+        direction, stage, microbatch = message
+        if direction == "forward":
+            self._forward_ready(stage, microbatch)
+            return
+        entry = (microbatch // self._pipe, -stage, microbatch)
+        if entry not in self._backwards_due:
+            raise ValueError(
+                f"a gradient for stage {stage}, microbatch {microbatch}, whose forward has not started, "
+                "or which came before"
+            )
+        self._backwards_due.remove(entry)
+        heapq.heappush(self._backwards, entry)
+
+    def next(self) -> Task | None:
+        """Return the task to start now, counted as started; None if there is none to start."""
+        task = self._choose()
+        return None if task is None else self._start(task)
+
+    def waiting_for(self) -> list[Message]:
+        """Return the first few messages any of which would let this rank start a task, most urgent first.
+
+        A rank asks whenever it has nothing to do, and shows one.
+        """
+        return list(islice(self._missing(), _FEW))
+
+    def _forward_ready(self, stage: int, microbatch: int) -> None:
         received = self._received[stage // self._pipe]
         if received[microbatch]:
             raise ValueError(f"the input of stage {stage}, microbatch {microbatch}, arrived twice")
         received[microbatch] = True
         heapq.heappush(self._forwards, (microbatch // self._pipe, stage, microbatch))
 
-    def backward_ready(self, stage: int, microbatch: int) -> None:
-        """Record that a backward's input has arrived. Raises ``ValueError`` before its forward, and twice."""
-        entry = (microbatch // self._pipe, -stage, microbatch)
-        if stage != self._last:
-            if entry not in self._backwards_due:
-                raise ValueError(
-                    f"a gradient for stage {stage}, microbatch {microbatch}, whose forward has not started, "
-                    "or which came before"
-                )
-            self._backwards_due.remove(entry)
-        heapq.heappush(self._backwards, entry)
-
-    def choose(self) -> Task | None:
-        """Return the task to start now, counted as started; None if there is none to start.
-
-        A forward on the last stage makes its backward ready at once.
-        """
+    def _choose(self) -> Task | None:
+        """Return the task to start now; a forward on the last stage makes its backward ready at once."""
         if self._backwards and self._forward_was_last:
             return self._start_backward()
         if self._forwards and (forward := self._next_forward()) is not None:
@@ -110,7 +134,7 @@ class MessageDriven:
             return self._start_backward()
         return self._start_weight() if self._weights else None
 
-    def missing(self) -> Iterator[Message]:
+    def _missing(self) -> Iterator[Message]:
         """Yield the messages any of which would let this rank start a task, most urgent first, found one by one."""
         room = self._held < self._bound
         if self._backwards or self._weights or (room and self._forwards and self._next_forward() is not None):
@@ -124,7 +148,7 @@ class MessageDriven:
         for group in groups if young else groups[:1]:
             end = min((group + 1) * self._pipe, self._microbatches)
             for chunk, received in enumerate(self._received):
-                stage = chunk * self._pipe + self._rank
+                stage = chunk * self._pipe + self.rank
                 if stage == 0 or (chunk == 0 and not inside):
                     continue
                 microbatch = received.find(0, group * self._pipe, end)
@@ -168,9 +192,9 @@ class MessageDriven:
         if stage < self._pipe:
             self._inside += 1
             if stage == 0 and microbatch + 1 < self._microbatches:
-                self.forward_ready(0, microbatch + 1)
-        if stage == self._last:
-            self.backward_ready(stage, microbatch)
+                self._forward_ready(0, microbatch + 1)
+        if stage == self._deepest:
+            heapq.heappush(self._backwards, (group, -stage, microbatch))
         else:
             self._backwards_due.add((group, -stage, microbatch))
         return Task(_FORWARD, stage, microbatch)
@@ -202,3 +226,15 @@ class MessageDriven:
     def _start_weight(self) -> Task:
         self._held -= 1
         return Task(_WEIGHT, *self._weights.popleft())
+
+
+def dispatcher_of(shape: PipelineShape, rank: int, policy: Policy) -> OrderedDispatcher:
+    """Return the dispatcher that chooses the tasks of one rank by a policy.
+
+    Raises:
+        UserError: the policy cannot run with this shape.
+    """
+    policy.check(shape)
+    if isinstance(policy, ByArrival):
+        return ArrivalDispatcher(shape, rank, policy)
+    return OrderedDispatcher(shape, rank, policy.order(shape, rank))

@@ -1,7 +1,6 @@
 """Tasks of a pipelined training step, the messages between them, and where stages live."""
 
 import enum
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -145,8 +144,3 @@ def predecessor(task: Task) -> Kind | None:
     if task.kind is Kind.FORWARD:
         return None
     return Kind.BACKWARD_INPUT if task.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
-
-
-def show(orders: Sequence[Iterable[Task]]) -> str:
-    """Return the task lists as text, one line a rank: `rank 0: F0.0 F0.1 B0.0 ...`."""
-    return "\n".join(f"rank {rank}: " + " ".join(map(str, order)) for rank, order in enumerate(orders))

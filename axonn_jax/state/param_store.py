@@ -12,16 +12,18 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, unflatten, unflatten_scale
-from axonn_jax.memory.forms import Chosen, FormArray, FormChoice, Forms, Weights
-from axonn_jax.memory.host_arrays import on_device, replicated
+from axonn_jax.memory.host_arrays import PrunedArray, on_device, replicated, unpruned
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer
 from axonn_jax.memory.optimizer_traits import owner, with_hyperparams
 from axonn_jax.memory.report import all_finite, counted, report
 from axonn_jax.models.stacked import Stack
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import KeptEntries, Pruner
 from axonn_jax.state.frozen import FrozenWeights
 from axonn_jax.state.scanned import stack_state, unstack_params, unstack_state
 from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.weight_gather import Weights
 
 Read = Callable[[State], State]
 """Function of shapes, types and layouts by name -> arrays that have these."""
@@ -30,7 +32,7 @@ Read = Callable[[State], State]
 Placement = DeviceOptimizer | OffloadedOptimizer
 """Place of masters and optimizer state: on the devices, or in host memory."""
 
-Build = Callable[[Forms | None], tuple[Stack, Placement]]
+Build = Callable[[PrunedLayout | None], tuple[Stack, Placement]]
 """Function of the parameters' forms (None: all are plain arrays) -> how layers are stacked, and the placement."""
 
 
@@ -38,8 +40,7 @@ class ParamStore:
     """Weights, masters and optimizer state of the parameters on one mesh.
 
     State has the layers' own names, dense and whole, to everybody but the programs: an array that is held otherwise is
-    a `LayerSlice` (scanned), a `CutArray` (offloaded in parts) or a `FormArray` (in another form), which `joined` makes
-    an array of.
+    a `memory.host_arrays.HeldArray`, which `joined` makes an array of.
 
     Args:
         params: Float32 parameters on the mesh, under the layers' own names; those beside adapters are frozen.
@@ -56,14 +57,14 @@ class ParamStore:
         params: Params,
         optimizer: optax.GradientTransformation,
         build: Build,
-        chooser: FormChoice | None = None,
+        chooser: Pruner | None = None,
         *,
         formed: bool = True,
         owned: bool = True,
         dtype: Any = np.float32,
     ):
         self._optimizer, self._build, self._chooser = optimizer, build, chooser
-        chosen: Chosen | None = None
+        chosen: KeptEntries | None = None
         if chooser is not None and formed:
             chosen = chooser.chosen(chooser.masks(params))
             params = chosen.compressed(params, used_up=owned)
@@ -75,10 +76,10 @@ class ParamStore:
         self.model = self.placement.start(params, self._stacked_extra(chosen), owned=owned)
         """State that an update changes; a step's program uses it up and leaves the next one."""
 
-    def _begin(self, chosen: Chosen | None) -> None:
+    def _begin(self, chosen: KeptEntries | None) -> None:
         """Take forms over; nothing is compiled."""
         self.forms = None if chosen is None else chosen.forms
-        """Forms of the parameters that are not plain arrays, by the layers' own names."""
+        """Layout of the pruned parameters, by the layers' own names."""
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -140,8 +141,7 @@ class ParamStore:
         """Return the state under the names of checkpoints, with that of the loss scale; nothing is copied."""
         state = flatten(self.masters, self.opt_state, scale)
         if self.forms is not None:
-            extra = self._extra
-            state |= {MASKS + name: FormArray(self.forms, name, None, extra[name]) for name in self.forms.shapes}
+            state |= {MASKS + name: unpruned(self.forms, name, index) for name, index in self._extra.items()}
         return state
 
     def shapes(self, scale: Any) -> State:
@@ -183,7 +183,7 @@ class ParamStore:
         params, optimizer = tree_map_with_path(compressed, (self.masters, self.opt_state))
         self._take_over(params, optimizer, chosen)
 
-    def _take_over(self, params: Params, optimizer: Any, chosen: Chosen | None) -> None:
+    def _take_over(self, params: Params, optimizer: Any, chosen: KeptEntries | None) -> None:
         """Replace the state by weights and an optax state under the layers' own names, in the forms `chosen`."""
         if chosen is not None:
             self._begin(chosen)
@@ -204,18 +204,18 @@ class ParamStore:
         assert self.forms is not None
         return unstack_params(self.stack, self.forms.over_layers(self.stack.own).extra(self.model.weights))
 
-    def _stacked_extra(self, chosen: Chosen | None) -> Params:
+    def _stacked_extra(self, chosen: KeptEntries | None) -> Params:
         return {} if chosen is None else self.stack.join(chosen.extra, self.mesh, used_up=True)
 
     def _whole(self, tree: Any) -> Any:
-        """Return a tree of state by parameter with a `FormArray` for each array of values; nothing is copied."""
+        """Return a tree of state by parameter with a `PrunedArray` for each array of values; nothing is copied."""
         if (forms := self.forms) is None:
             return tree
         extra = self._extra
 
         def whole(path: Any, leaf: Any) -> Any:
             name = owner(path, forms.shapes)
-            return leaf if name is None or not leaf.shape else FormArray(forms, name, leaf, extra[name])
+            return leaf if name is None or not leaf.shape else unpruned(forms, name, extra[name], leaf)
 
         return tree_map_with_path(whole, tree)
 
@@ -237,8 +237,8 @@ def _read_anew(state: State, read: Read, wanted: Callable[[str], bool]) -> State
 
 
 def _read_compressed(
-    state: State, read: Read, wanted: Callable[[str], bool], chooser: FormChoice
-) -> tuple[State, Chosen]:
+    state: State, read: Read, wanted: Callable[[str], bool], chooser: Pruner
+) -> tuple[State, KeptEntries]:
     """Free the wanted arrays of a state, read and compress them one by one; return the state and its forms.
 
     Masks are those read, or else made of the weights by the chooser, for which all weights are on the devices at once.
@@ -252,7 +252,7 @@ def _read_compressed(
     def one(name: str) -> jax.Array:
         return read_before.pop(name) if name in read_before else read({name: asked[name]})[name]
 
-    compressed = {name: value for name, value in state.items() if isinstance(value, FormArray)}
+    compressed = {name: value for name, value in state.items() if isinstance(value, PrunedArray)}
     masked = [name for name in asked if name.startswith(MASKS)]
     if masked:
         masks = {name.removeprefix(MASKS): one(name).astype(bool) for name in masked}

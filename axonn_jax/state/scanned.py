@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.errors import UserError
-from axonn_jax.memory.host_arrays import LayerSlice, joined
+from axonn_jax.memory.host_arrays import LayerSlice, joined, layer_of
 from axonn_jax.memory.optimizer_traits import check_separable, owner, same_update, traced_update
 from axonn_jax.models.stacked import Stack, join_layers
 
@@ -93,7 +93,7 @@ def unstack_params(stack: Stack, params: Mapping[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name, value in params.items():
         layers = stack.own.get(name)
-        own |= {name: value} if layers is None else {layer: LayerSlice(value, i) for i, layer in enumerate(layers)}
+        own |= {name: value} if layers is None else {layer: layer_of(value, i) for i, layer in enumerate(layers)}
     return own
 
 
@@ -109,7 +109,7 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
         if own is None:
             return leaves[path]
         name, layer = known[own]
-        return LayerSlice(leaves[_renamed(path, own, name)], layer)
+        return layer_of(leaves[_renamed(path, own, name)], layer)
 
     return tree_map_with_path(find, jax.eval_shape(optimizer.init, stack.per_layer.trained))
 
@@ -130,7 +130,7 @@ def stack_state(stack: Stack, state: Any, like: Any, *, used_up: bool = False) -
             return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), want.sharding)
         layers = [leaves[_renamed(path, name, own)] for own in stack.own[name]]
         if used_up and isinstance(layers[0], LayerSlice):
-            return layers[0].stacked
+            return layers[0].parts[0]
         return join_layers(joined(layers), want.sharding, used_up=used_up)
 
     return tree_map_with_path(join, like)

@@ -113,6 +113,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 Weight = jax.Array | PrunedWeight
 """Weight as a layer reads it: an array, or a pytree that a layer takes its shard from."""
 
+Weights = dict[str, Weight]
+"""Weights as layers read them, by name."""
+
 
 def trained(weight: Weight, sums: jnp.dtype) -> jax.Array:
     """Return the array of a weight that gradients are taken of: the weight itself, or its form's, in dtype `sums`."""

@@ -14,7 +14,6 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import DY, StepShape, X
 from axonn_jax.pipeline.worker import StageWorker
@@ -44,7 +43,7 @@ def measure_pipeline(
     for place in sorted({0, 1, sizes.pipe - 1}):
         stage = Stage(stages[place], backwards=policy.backwards(pipe_shape), joins=policy.joins(pipe_shape))
         sums = sum(_bytes(one) for one in stage.sums.values())
-        rank = StageWorker(place, {place: stage})
+        rank = StageWorker(place, {place: stage}, stage.parts.specs, bucket=bucket, borrowed=frozenset())
         held = most_between_tasks(rank, pipe_shape, policy)
         pair, members = held_pair(stage), stage._members
         # What a program hands over takes the place of what is counted of its microbatch already.
@@ -53,8 +52,7 @@ def measure_pipeline(
             own = chain.bytes_kept() // sizes.stage_devices
             counted = {"F": own, "FI": own, "I": max(0, pair.waiting - pair.forward) // len(members)}
             tasks = max(tasks, *(_beside(p.compiled) - counted.get(name, 0) for name, p in chain._programs.items()))
-        reduction = Reduction([stage], stage.parts.specs, bucket=bucket, borrowed=frozenset())
-        found.append((2 * sums + sums, sums + max(held + int(tasks), _beside(reduction.reduce))))
+        found.append((2 * sums + sums, sums + max(held + int(tasks), _beside(rank.reduce))))
     return max(found, key=sum)
 
 

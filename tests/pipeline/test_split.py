@@ -12,7 +12,7 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.partition_jaxpr import cut, keep_all, keep_ungathered
+from axonn_jax.pipeline.partition_jaxpr import cut, keeps
 from axonn_jax.pipeline.trace import StepShape, trace_whole
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.params import split_module
@@ -34,9 +34,9 @@ def handed(shape, precision):
     (group,) = stages[1]
     stretch = group.stretch
     traced = trace_whole(stretch)
-    free = [i for i, array in enumerate(traced.arrays) if array.name in stretch.parts.params]
+    free = [i for i, name in enumerate(traced.names) if name in stretch.parts.params]
     gradients = range(2, len(traced.closed.jaxpr.outvars))
-    parts = cut(traced.closed, [[0], [1], gradients], free, [keep_ungathered, keep_all, keep_all])
+    parts = cut(traced.closed, [[0], [1], gradients], free, keeps("none"))
     found = []
     for at in (1, 2):
         later = {pair for part in parts[at:] for pair in part.taken if pair[0] < at}
@@ -82,7 +82,7 @@ def test_what_is_handed_over_gives_the_same_gradients():
     scale, kernel = jax.random.normal(rng[2], (16,)), jax.random.normal(rng[3], (16, 16))
     inputs = (x, scale, kernel, dy)
     closed = jax.make_jaxpr(whole)(*inputs)
-    parts = cut(closed, [[0], [1], [2, 3]], [1, 2], [keep_all] * 3)
+    parts = cut(closed, [[0], [1], [2, 3]], [1, 2])
     given, found = [], {}
     for part in parts:
         taken = [given[source][position] for source, position in part.taken]

@@ -9,9 +9,8 @@ from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.pruned import early_bird, masks
+from axonn_jax.pruned import masks
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.pruned.early_bird import EarlyBird
 from axonn_jax.pruned.masks import magnitude_masks
 from axonn_jax.train.trainer import pruning_of
 
@@ -90,7 +89,7 @@ def test_thresholds_of_the_test_are_between_never_and_at_once(recorded):
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("density", [0.3, 0.05, 0.01])
 def test_masks_that_have_nothing_to_do_with_each_other_are_not_alike(density, scope):
-    rng, search = np.random.default_rng(0), EarlyBird(PruneConfig().threshold)
+    rng, search = np.random.default_rng(0), masks.EarlyBird(PruneConfig().threshold)
     for _ in range(12):
         drawn = {name: rng.normal(size=(96, 64), scale=scale) for name, scale in (("a", 1.0), ("b", 1.0), ("c", 0.1))}
         weights = {name: jnp.asarray(value, jnp.float32) for name, value in drawn.items()}
@@ -100,13 +99,13 @@ def test_masks_that_have_nothing_to_do_with_each_other_are_not_alike(density, sc
 
 def test_masks_that_stay_the_same_are_alike():
     weights = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
-    search = EarlyBird(0.0)
+    search = masks.EarlyBird(0.0)
     assert [search.done(magnitude_masks(weights, 0.05, "layer")) for _ in range(6)] == [False] * 4 + [True] * 2
 
 
 def test_differing_entries_of_more_than_32_bits_count():
     shape = (2**17, 2**15)
-    counted = masks.counting(lambda: early_bird._counts([jnp.ones(shape, bool)], [jnp.zeros(shape, bool)]))
+    counted = masks.counting(lambda: masks._differing([jnp.ones(shape, bool)], [jnp.zeros(shape, bool)]))
     assert np.asarray(counted()).tolist() == [[2**32], [2**32], [0]]
 
 

@@ -8,7 +8,8 @@ import pytest
 from spans import check_feasible
 
 from axonn_jax.errors import UserError
-from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import FIXED, ByArrival, policy_of
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, sends
 
@@ -35,7 +36,7 @@ def backward(stage, microbatch):
 
 
 def test_the_first_stage_injects_up_to_the_limit_and_once_after_each_backward():
-    rank = PolicyDispatcher(PipelineShape(3, 8), 0, ByArrival(3))
+    rank = dispatcher_of(PipelineShape(3, 8), 0, ByArrival(3))
     assert start_all(rank) == ["F0.0", "F0.1", "F0.2"]
     assert rank.live == 3
     assert rank.waiting_for() == [backward(0, 0), backward(0, 1), backward(0, 2)]
@@ -45,21 +46,21 @@ def test_the_first_stage_injects_up_to_the_limit_and_once_after_each_backward():
 
 
 def test_the_last_backwards_are_split_and_their_weight_gradients_go_before_a_forward_that_needs_their_memory():
-    rank = PolicyDispatcher(PipelineShape(3, 5), 0, ByArrival(3))
+    rank = dispatcher_of(PipelineShape(3, 5), 0, ByArrival(3))
     assert start_all(rank) == ["F0.0", "F0.1", "F0.2"]
     rank.arrived(backward(0, 2))
     assert start_all(rank) == ["I0.2", "W0.2", "F0.3"]
 
 
 def test_fused_backward():
-    rank = PolicyDispatcher(PipelineShape(2, 4), 0, ByArrival(2, splits=False))
+    rank = dispatcher_of(PipelineShape(2, 4), 0, ByArrival(2, splits=False))
     assert start_all(rank) == ["F0.0", "F0.1"]
     rank.arrived(backward(0, 0))
     assert start_all(rank) == ["B0.0", "F0.2"]
 
 
 def test_the_last_stage_runs_a_backward_right_after_its_forward():
-    rank = PolicyDispatcher(PipelineShape(3, 8), 2, ByArrival(3))
+    rank = dispatcher_of(PipelineShape(3, 8), 2, ByArrival(3))
     assert start_all(rank) == []
     for microbatch in (4, 0, 1):  # what arrives decides, in whatever order
         rank.arrived(forward(2, microbatch))
@@ -67,7 +68,7 @@ def test_the_last_stage_runs_a_backward_right_after_its_forward():
 
 
 def test_forwards_and_backwards_take_turns():
-    rank = PolicyDispatcher(PipelineShape(4, 8), 1, ByArrival(8))
+    rank = dispatcher_of(PipelineShape(4, 8), 1, ByArrival(8))
     for microbatch in range(6):
         rank.arrived(forward(1, microbatch))
     assert [str(rank.next()) for _ in range(3)] == ["F1.0", "F1.1", "F1.2"]
@@ -77,7 +78,7 @@ def test_forwards_and_backwards_take_turns():
 
 
 def test_chunks_go_in_groups_of_pipe():
-    rank = PolicyDispatcher(PipelineShape(2, 4, 2), 0, ByArrival(4))
+    rank = dispatcher_of(PipelineShape(2, 4, 2), 0, ByArrival(4))
     assert [str(rank.next()) for _ in range(2)] == ["F0.0", "F0.1"]
     rank.arrived(forward(2, 0))
     rank.arrived(forward(2, 1))
@@ -88,7 +89,7 @@ def test_chunks_go_in_groups_of_pipe():
 
 
 def test_a_young_microbatch_leaves_room_for_the_oldest():
-    rank = PolicyDispatcher(PipelineShape(2, 8, 2), 0, ByArrival())  # at most 5 activations
+    rank = dispatcher_of(PipelineShape(2, 8, 2), 0, ByArrival())  # at most 5 activations
     assert start_all(rank) == ["F0.0", "F0.1", "F0.2", "F0.3"]
     rank.arrived(forward(2, 1))
     assert start_all(rank) == [], "the fifth place is the second chunk's of microbatch 0"
@@ -99,7 +100,7 @@ def test_a_young_microbatch_leaves_room_for_the_oldest():
 
 
 def test_fixed_orders_wait_for_their_next_task_only():
-    rank = PolicyDispatcher(PipelineShape(2, 3), 1, policy_of("1f1b"))
+    rank = dispatcher_of(PipelineShape(2, 3), 1, policy_of("1f1b"))
     rank.arrived(forward(1, 1))
     assert rank.next() is None
     assert rank.waiting_for() == [forward(1, 0)]
@@ -111,7 +112,7 @@ def test_fixed_orders_wait_for_their_next_task_only():
 
 
 def test_waiting_for_under_the_message_policy():
-    rank = PolicyDispatcher(PipelineShape(2, 2, 2), 1, ByArrival())
+    rank = dispatcher_of(PipelineShape(2, 2, 2), 1, ByArrival())
     assert rank.waiting_for() == [forward(1, 0), forward(1, 1), forward(3, 0), forward(3, 1)]
     rank.arrived(forward(1, 1))
     assert rank.waiting_for() == [], "it has something to do"
@@ -144,7 +145,7 @@ def lines_run(function):
 def test_to_know_what_it_waits_for_a_rank_does_not_go_through_all_microbatches(chunks, in_flight):
     """At every event of an idle rank, wherever in the step: what is looked at does not grow with the microbatches."""
     layout, rng, most = PipelineShape(4, 512, chunks), random.Random(chunks), 0
-    ranks = [PolicyDispatcher(layout, rank, ByArrival(in_flight)) for rank in range(4)]
+    ranks = [dispatcher_of(layout, rank, ByArrival(in_flight)) for rank in range(4)]
     running, under_way, events = [None] * 4, [], 0
     while not all(rank.done for rank in ranks):
         for rank in ranks:
@@ -166,7 +167,7 @@ def test_to_know_what_it_waits_for_a_rank_does_not_go_through_all_microbatches(c
 
 
 def test_done_and_live():
-    rank = PolicyDispatcher(PipelineShape(1, 2), 0, ByArrival(2))
+    rank = dispatcher_of(PipelineShape(1, 2), 0, ByArrival(2))
     running = []
     while (started := rank.next()) is not None:
         running.append(started)
@@ -186,29 +187,29 @@ def test_done_and_live():
 )
 def test_a_message_for_nobody_here_is_a_bug(message):
     with pytest.raises(ValueError, match="rank 1"):
-        PolicyDispatcher(PipelineShape(2, 3), 1, ByArrival()).arrived(message)
+        dispatcher_of(PipelineShape(2, 3), 1, ByArrival()).arrived(message)
 
 
 def test_bugs_of_the_caller():
-    rank = PolicyDispatcher(PipelineShape(2, 3), 1, ByArrival())
+    rank = dispatcher_of(PipelineShape(2, 3), 1, ByArrival())
     rank.arrived(forward(1, 0))
     with pytest.raises(ValueError, match="arrived twice"):
         rank.arrived(forward(1, 0))
     with pytest.raises(ValueError, match=r"F1\.0 finished but is not running"):
         rank.finished(task("F1.0"))
     with pytest.raises(ValueError, match=r"stage 0, microbatch 1, whose forward has not started"):
-        PolicyDispatcher(PipelineShape(2, 3), 0, ByArrival()).arrived(backward(0, 1))
+        dispatcher_of(PipelineShape(2, 3), 0, ByArrival()).arrived(backward(0, 1))
     with pytest.raises(ValueError, match="nobody sends"):
-        PolicyDispatcher(PipelineShape(2, 3), 0, ByArrival()).arrived(forward(0, 0))
+        dispatcher_of(PipelineShape(2, 3), 0, ByArrival()).arrived(forward(0, 0))
     with pytest.raises(ValueError, match="rank 2 of a pipeline of 2"):
-        PolicyDispatcher(PipelineShape(2, 3), 2, ByArrival())
+        dispatcher_of(PipelineShape(2, 3), 2, ByArrival())
     with pytest.raises(ValueError, match="chooses by itself"):
         rank.append(task("F1.1"))
 
 
 def test_by_default_half_as_many_again_as_1f1b_are_in_flight():
     for place, forwards in ((0, 6), (1, 5), (2, 4)):
-        rank = PolicyDispatcher(PipelineShape(4, 16), place, ByArrival(splits=False))
+        rank = dispatcher_of(PipelineShape(4, 16), place, ByArrival(splits=False))
         for microbatch in range(16 if place else 0):
             rank.arrived(forward(place, microbatch))
         assert start_all(rank) == [f"F{place}.{microbatch}" for microbatch in range(forwards)]
@@ -216,7 +217,7 @@ def test_by_default_half_as_many_again_as_1f1b_are_in_flight():
 
 def test_a_negative_limit_is_refused():
     with pytest.raises(UserError, match=r"pipeline.in_flight = -1: at least 1, or 0"):
-        PolicyDispatcher(PipelineShape(2, 3), 0, ByArrival(-1))
+        dispatcher_of(PipelineShape(2, 3), 0, ByArrival(-1))
 
 
 def test_an_order_is_followed_once_the_inputs_are_there():

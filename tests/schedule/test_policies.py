@@ -4,7 +4,7 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.policies import FIXED, ByArrival, policy_of
-from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, sends, show
+from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, sends
 
 # PipeDream-Flush's 1F1B for 4 ranks and 8 microbatches: warm-up of P - r - 1, pairs, cool-down.
 ONE_F_ONE_B = """\
@@ -35,6 +35,11 @@ rank 2: F2.0 F2.1 I2.0 F2.2 I2.1 F2.3 I2.2 W2.0 F2.4 I2.3 W2.1 F2.5 I2.4 W2.2 F2
 I2.7 W2.5 W2.6 W2.7
 rank 3: F3.0 I3.0 F3.1 I3.1 F3.2 I3.2 F3.3 I3.3 W3.0 F3.4 I3.4 W3.1 F3.5 I3.5 W3.2 F3.6 I3.6 W3.3 F3.7 I3.7 W3.4 \
 W3.5 W3.6 W3.7"""
+
+
+def show(orders):
+    """The task lists as text, one line a rank: `rank 0: F0.0 F0.1 B0.0 ...`."""
+    return "\n".join(f"rank {rank}: " + " ".join(map(str, order)) for rank, order in enumerate(orders))
 
 
 def orders(policy, layout):

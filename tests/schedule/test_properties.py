@@ -12,7 +12,8 @@ from spans import check_feasible
 
 import axonn_jax
 from axonn_jax.planner.simulate.simulator import drive, simulate
-from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import FIXED, policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, needs, predecessor, sends
 
@@ -171,7 +172,7 @@ def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
         while layout.stages * layout.microbatches > 300:
             layout, name, options = random_case(rng)
         policy = policy_of(name, **options)
-        ranks = [PolicyDispatcher(layout, rank, policy) for rank in range(layout.pipe)]
+        ranks = [dispatcher_of(layout, rank, policy) for rank in range(layout.pipe)]
         orders = random_run(rng, ranks, layout)
         assert all(rank.done for rank in ranks), (layout, policy)
         check_complete([task for order in orders for task in order], layout, policy)

@@ -198,14 +198,14 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
     [pytest.param(0, [2, 2], marks=pytest.mark.slow, id="full"), pytest.param(2**40, [3, 3], id="roomy")],
 )
 def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
-    asked, dispatcher = [], pipeline.PolicyDispatcher
+    asked, dispatcher = [], pipeline.dispatcher_of
 
     def ask(shape, pp_rank, policy):
         asked.append(policy.in_flight)
         return dispatcher(shape, pp_rank, policy)
 
     monkeypatch.setattr(build, "unused", lambda mesh, processes: free)
-    monkeypatch.setattr(pipeline, "PolicyDispatcher", ask)
+    monkeypatch.setattr(pipeline, "dispatcher_of", ask)
     made = trainer("llama", {"pipe": 2})
     for batch in batches(LLAMA.vocab, LLAMA.seq_len + 1)[:2]:
         made.step(batch)
@@ -238,8 +238,8 @@ def test_plain_flax_layers_train_over_a_pipeline(axes):
         given = batches(32, 9)
         losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
         for pipe in getattr(made.engine, "_pipes", {}).values():
-            for reduction in pipe.reductions.values():  # the gradients take the place of their sums
-                found = reduction.reduce.memory_analysis()
+            for rank in pipe.ranks.values():  # the gradients take the place of their sums
+                found = rank.reduce.memory_analysis()
                 assert found.alias_size_in_bytes == found.argument_size_in_bytes > 0
         made.close()
         return losses

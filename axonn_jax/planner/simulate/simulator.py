@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, sends
 from axonn_jax.timeline.spans import KIND_OF, Span
@@ -84,7 +85,7 @@ def simulate(
         UserError: the policy cannot run with this shape of the pipeline.
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
-    ranks = [PolicyDispatcher(pipe_shape, rank, policy) for rank in range(pipe_shape.pipe)]
+    ranks = [dispatcher_of(pipe_shape, rank, policy) for rank in range(pipe_shape.pipe)]
     return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, progress=progress)
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
 from axonn_jax.memory.precision import Scale, next_scale
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, TrainStep
 

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.zero import split_over_replicas
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.params import Params, Specs, SplitModule
 from axonn_jax.train.config import MemoryConfig
 
@@ -48,8 +48,8 @@ class OnMesh(ABC):
     """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
     stacked: Collection[str] = field(default=(), kw_only=True)
     """Names of the parameters that stack all layers, with the layers' dim in front."""
-    forms: Forms | None = field(default=None, kw_only=True)
-    """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
+    forms: PrunedLayout | None = field(default=None, kw_only=True)
+    """Layout of the pruned parameters, whose gradients are those of their kept values."""
     carried: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict, kw_only=True)
     """Shapes of the model's state that is no parameter and that steps change, such as statistics of a BatchNorm."""
 

@@ -17,14 +17,12 @@ from axonn_jax.channels import choose
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
-from axonn_jax.memory.optimizer_traits import check_separable
-from axonn_jax.memory.precision import HostScale
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
-from axonn_jax.pipeline.stage_state import StateOptions
 from axonn_jax.pipeline.trace import StepShape
-from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
+from axonn_jax.schedule.dispatcher import OrderedDispatcher, forward_only
+from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
@@ -34,10 +32,12 @@ from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
-from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.optimizer import check_optimizer
 from axonn_jax.train.validate import check_pipeline
+
+_SHAPES = 4
+"""Batch shapes whose programs, threads and communicators are kept."""
 
 
 class PipelineEngine:
@@ -60,15 +60,11 @@ class PipelineEngine:
         pipeline: PipelineConfig,
         prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
     ):
-        if isinstance(model, nnx.Module):
-            model = abstract = fit_vocabulary(model, grid.shape)
-        else:
-            make = model
+        def fitted() -> nnx.Module:
+            return fit_vocabulary(model if isinstance(model, nnx.Module) else model(), grid.shape)
 
-            def model() -> nnx.Module:
-                return fit_vocabulary(make(), grid.shape)
-
-            abstract = shapes_alone(model)
+        made = fitted() if isinstance(model, nnx.Module) else None
+        abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
         self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
@@ -79,13 +75,11 @@ class PipelineEngine:
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
         check_optimizer(optimizer, checked, split, memory, prune)
-        zero, offloads, dtypes = masters(memory, grid, apart=prune.prunes)
-        self.precisions = replace(dtypes, wide=frozenset(split.roles))
-        self.parts = shapes_of(split, dtypes.compute if split.adapters else dtypes.weights)
-        self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
-        self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
-        self._seed, self._keyed, self._counts = seed, checked.drops_out, counts
-        self._pipes = build.PipelineCache()
+        self.precisions = replace(masters(memory, grid, apart=prune.prunes)[2], wide=frozenset(split.roles))
+        self.parts = shapes_of(split, self.precisions.compute if split.adapters else self.precisions.weights)
+        self._clip, self._memory, self._seed, self._keyed, self._counts = clip, memory, seed, checked.drops_out, counts
+        self.steps_done = 0
+        self._pipes: dict[tuple[int, int], build.CompiledPipeline] = {}  # by batch shape, the one used last at the end
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
@@ -93,14 +87,9 @@ class PipelineEngine:
         self.stores: Mapping[int, ParamStore] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
-        self._shared = {name: ranks for name, ranks in build.shared(names).items() if name in self.parts.trained}
-        for pp_rank in grid.meshes:
-            check_separable(optimizer, self.parts.trained, [n for n in names[pp_rank] if n in self.parts.trained])
-        prunable = prunable_of(prune, self.parts, checked.layer_list)
-        placement = (memory.bucket, offloads, memory.resident_bytes, zero)
-        options = StateOptions(optimizer, self.precisions, *placement, choice_of_forms(prune, prunable), self._at)
-        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale, prunable)
-        self.stores = self._states.stores
+        settings = (optimizer, self.precisions, memory, prune)
+        self._states = PipelineState(self.parts, source, names, grid, *settings, progress=self._at)
+        self.stores, self._scale = self._states.stores, self._states.scale
         self._links.status.now("between steps")
 
     @property
@@ -118,7 +107,7 @@ class PipelineEngine:
 
     def close(self) -> None:
         """End threads and channels; call it before the process ends (the last step's results stay readable)."""
-        self._pipes.close()
+        self._close_pipes()
         self._links.close()
 
     def compiled_step(self, batch: np.ndarray) -> None:
@@ -132,8 +121,7 @@ class PipelineEngine:
         microbatch; once a step 24 bytes a rank, and the gradient of a tied table between its two holders.
         Collectives within a stage are those of `StageProgram.gradients`.
         """
-        pipe, microbatches = self._prepare(batch)
-        with self._started():
+        with self._started(batch) as (pipe, microbatches):
             return self._run(pipe, microbatches)
 
     def _run(self, pipe: build.CompiledPipeline, microbatches: list[np.ndarray]) -> StepMetrics:
@@ -144,17 +132,17 @@ class PipelineEngine:
         pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
         begin = time.monotonic()
         status.now(running="the reduction of the gradients")
-        grads = {pp_rank: pipe.reductions[pp_rank].reduce(rank.take_sums()) for pp_rank, rank in pipe.ranks.items()}
-        for name, pp_ranks in self._shared.items():
+        grads = {pp_rank: rank.gradients() for pp_rank, rank in pipe.ranks.items()}
+        for name, pp_ranks in self._states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
             received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
             for pp_rank in list(received):  # each is free again once it is added
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
-        measured = {pp_rank: pipe.reductions[pp_rank].measure(grads[pp_rank]) for pp_rank in grads}
-        losses, own = pipe.losses(), {}
+        measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
+        losses, own = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
-            own[pp_rank] = (float(square), float(losses.get(pp_rank, 0.0)), -inf if count is None else float(count))
+            own[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
         status.now(running="the agreement on loss and norm")
         squares, means, counts = zip(*sync.gathered(own), strict=True)
         norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
@@ -178,15 +166,13 @@ class PipelineEngine:
         return {pp_rank: store.memory() for pp_rank, store in self.stores.items()}
 
     def mean_loss(self, batch: np.ndarray) -> tuple[float, float]:  # noqa: D102
-        pipe, microbatches = self._prepare(batch)
-        with self._started():
+        with self._started(batch) as (pipe, microbatches):
             for pp_rank, rank in pipe.ranks.items():
                 rank.begin(self.stores[pp_rank].weights, microbatches, None, train=False)
             orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
-            losses = pipe.losses()
             self._links.status.now(running="the agreement on the loss")
-            own = {pp_rank: (float(losses.get(pp_rank, 0.0)), rank.targets) for pp_rank, rank in pipe.ranks.items()}
+            own = {pp_rank: (float(rank.loss), rank.targets) for pp_rank, rank in pipe.ranks.items()}
             means, targets = zip(*self._links.sync.gathered(own), strict=True)
             return sum(means), sum(targets)
 
@@ -203,7 +189,7 @@ class PipelineEngine:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
         self._states.load(read, wanted)
         if any(store.forms for store in self.stores.values()):  # other entries may be kept than before
-            self._pipes.close()
+            self._close_pipes()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
@@ -237,8 +223,18 @@ class PipelineEngine:
         rows, width = self.batches.whole(batch) // self.batches.microbatches, batch.shape[1]
         if self._half_done:
             self._recover()
-        pipe = self._pipes.get((rows, width), lambda: self._make_pipe(rows, width))
+        pipe = self._pipes.pop((rows, width), None)
+        if pipe is None:
+            while len(self._pipes) >= _SHAPES:
+                self._pipes.pop(next(iter(self._pipes))).free()
+            pipe = self._make_pipe(rows, width)
+        self._pipes[rows, width] = pipe
         return pipe, list(batch.reshape(self.batches.microbatches, -1, width))
+
+    def _close_pipes(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
 
     def _make_pipe(self, rows: int, width: int) -> build.CompiledPipeline:
         self._links.status.now("compiling")
@@ -249,19 +245,21 @@ class PipelineEngine:
                 self.pipe_shape,
                 self._links,
                 {pp_rank: store.placement.state_specs for pp_rank, store in self.stores.items()},
+                self._states.shared,
                 channel=self._channel,
                 policy=self.policy,
-                bucket=self._bucket,
+                bucket=self._memory.bucket,
             )
         finally:
             self._links.status.now("between steps")
 
     @contextlib.contextmanager
-    def _started(self) -> Iterator[None]:
-        """Mark the engine as half done if an exception, such as Ctrl-C, ends the body."""
+    def _started(self, batch: np.ndarray) -> Iterator[tuple[build.CompiledPipeline, list[np.ndarray]]]:
+        """Prepare a step; mark the engine as half done if an exception, such as Ctrl-C, ends the body."""
+        prepared = self._prepare(batch)
         self._half_done = "tasks"
         try:
-            yield
+            yield prepared
             self._half_done = ""
         finally:
             self._links.status.now("between steps")
@@ -273,16 +271,16 @@ class PipelineEngine:
         """
         if self._half_done == "update" or self.grid.size > 1:
             half = "while other processes went on" if self._half_done == "tasks" else "while updating the weights"
-            accepted = "create a new Trainer in every process and load a checkpoint"
-            raise RuntimeError(
-                f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}; {accepted}"
-            )
-        self._pipes.reopen()
+            what = f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}"
+            raise RuntimeError(f"{what}; create a new Trainer in every process and load a checkpoint")
+        for pipe in self._pipes.values():
+            pipe.close()
+            pipe.open()
         self._half_done = ""
 
     def _plan(self, rows: int, width: int) -> build.Plan:
         dtypes, sizes = self.precisions, (rows, width, self.batches.microbatches)
-        shape = StepShape(*sizes, dtypes.compute, self._activations, dtypes.grad_dtype)
+        shape = StepShape(*sizes, dtypes.compute, self._memory.activations, dtypes.grad_dtype)
         forms = {pp_rank: store.forms for pp_rank, store in self.stores.items()}
         return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, forms)
 
@@ -291,7 +289,7 @@ class PipelineEngine:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
         room = pipe.room.get(pp_rank, 0)  # the first step tells how much memory is left
         policy = self.policy.within(self.pipe_shape, room) if isinstance(self.policy, ByArrival) else self.policy
-        return PolicyDispatcher(self.pipe_shape, pp_rank, policy)
+        return dispatcher_of(self.pipe_shape, pp_rank, policy)
 
 
 @jax.jit

@@ -1,45 +1,96 @@
 """State of a pipelined model in this process: a store for each rank of the pipe, and the names of checkpoints."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from axonn_jax.checkpoint.naming import State
+from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.memory.precision import HostScale, on_mesh
-from axonn_jax.pipeline.stage_state import StateOptions, stage_store
-from axonn_jax.state.param_store import ParamStore, Read, state_shapes
-from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.memory.offload import OffloadedOptimizer
+from axonn_jax.memory.optimizer_state import DeviceOptimizer
+from axonn_jax.memory.optimizer_traits import check_separable
+from axonn_jax.memory.precision import HostScale, Precisions, on_mesh
+from axonn_jax.memory.zero import split_over_replicas
+from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.pipeline import build
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import Pruner, prunable
+from axonn_jax.state.param_store import ParamStore, Placement, Read, state_shapes
+from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
+from axonn_jax.train.config import MemoryConfig
 
 
 class PipelineState:
     """The state of the pipe's ranks here.
 
-    `names` are the parameters of every rank of the pipe, `masked` those of all that may be held in another form.
+    `parts` are the whole model, with abstract parameters, `names` the parameters of every rank of the pipe. Those of
+    several ranks have programs of their own, the same on all ranks, so that copies stay equal to the bit. Of a `model`
+    that is a function only the parameters of the ranks here are made. `progress` is called with a line of text for each
+    step of a long update.
     """
 
     def __init__(
         self,
         parts: SplitModule,
+        model: nnx.Module | Callable[[], nnx.Module],
         names: Sequence[Sequence[str]],
-        meshes: Mapping[int, Mesh],
-        options: StateOptions,
-        model: Any,
-        scale: HostScale,
-        masked: Collection[str],
+        grid: Grid,
+        optimizer: optax.GradientTransformation,
+        precisions: Precisions,
+        memory: MemoryConfig,
+        prune: PruneConfig,
+        *,
+        progress: Callable[[str], None],
     ):
-        self._parts, self._names, self._optimizer, self._scale = parts, names, options.optimizer, scale
-        self._masked = masked
-        holders = Counter(name for held in names for name in held)
-        shared = {name for name, count in holders.items() if count > 1}
-        self.stores: dict[int, ParamStore] = {
-            pp_rank: stage_store(parts, names[pp_rank], shared & set(names[pp_rank]), mesh, options, model)
-            for pp_rank, mesh in meshes.items()
-        }
+        self._parts, self._names, self._optimizer, self._precisions = parts, names, optimizer, precisions
+        self._memory, self._progress = memory, progress
+        abstract: Any = parts.merge(parts.params)
+        self._pruned = prunable(parts, abstract.layer_list) if prune.prunes else []
+        self.scale = HostScale(scaled=precisions.scaled)
+        held_twice = build.shared(names)
+        self.shared = {name: pp_ranks for name, pp_ranks in held_twice.items() if name in parts.trained}
+        """Trained parameters that two ranks of the pipe hold, with these ranks."""
+        self.stores: dict[int, ParamStore] = {}
+        for pp_rank, mesh in grid.meshes.items():
+            own = {name: parts.params[name] for name in names[pp_rank]}
+            held = parts._replace(params=own, specs={name: parts.specs[name] for name in own})
+            check_separable(optimizer, parts.trained, list(held.trained))
+            twice = own.keys() & held_twice.keys()
+            self.stores[pp_rank] = ParamStore(
+                _made(model, held.specs, mesh, twice),
+                optimizer,
+                self._build(held, twice, mesh, split=memory.zero > 0 and grid.shape.replicas > 1),
+                Pruner(prune, self._pruned, held.specs, mesh) if prune.prunes else None,
+                owned=not isinstance(model, nnx.Module),
+                dtype=precisions.compute,
+            )
+
+    def _build(
+        self, held: SplitModule, shared: Collection[str], mesh: Mesh, *, split: bool
+    ) -> Callable[[PrunedLayout | None], tuple[Stack, Placement]]:
+        sizes = {name: p.shape for name, p in held.trained.items()}
+        trained = {name: held.specs[name] for name in sizes}
+
+        def build(forms: PrunedLayout | None) -> tuple[Stack, Placement]:
+            shapes = sizes if forms is None else sizes | forms.value_shapes
+            specs = split_over_replicas(shapes, trained, mesh) if split else trained
+            settings = (self._precisions, self._memory.bucket, forms)
+            update = DeviceOptimizer(self._optimizer, mesh, shapes, trained, specs, *settings)
+            if self._memory.offload == "none" or not sizes:  # all of this rank's weights may be frozen
+                return unstacked(held), update
+            resident = self._memory.resident_bytes
+            return unstacked(held), OffloadedOptimizer(
+                update, resident=resident, shared=shared, progress=self._progress
+            )
+
+        return build
 
     @property
     def params(self) -> Params:
@@ -54,7 +105,7 @@ class PipelineState:
 
     def by_rank(self) -> dict[int, State]:
         """Return the state that training changes, by rank and name."""
-        return {pp_rank: store.named(on_mesh(self._scale.state, store.mesh)) for pp_rank, store in self.stores.items()}
+        return {pp_rank: store.named(on_mesh(self.scale.state, store.mesh)) for pp_rank, store in self.stores.items()}
 
     def saved(self) -> State:
         """State that this process saves: an array of several ranks is saved by the first of them, wherever that is."""
@@ -70,13 +121,30 @@ class PipelineState:
 
     def load(self, read: Read, wanted: Callable[[str], bool]) -> None:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
-        scale = self._scale.state
+        scale = self.scale.state
         for store in self.stores.values():
-            self._scale.restore(store.load(read, wanted, on_mesh(scale, store.mesh)))
+            self.scale.restore(store.load(read, wanted, on_mesh(scale, store.mesh)))
 
     def _shapes(self, pp_rank: int) -> State:
         trained = self._parts.trained
         sizes = {name: trained[name].shape for name in self._names[pp_rank] if name in trained}
         params: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
-        masked = [name for name in self._masked if name in sizes]
-        return state_shapes(params, self._optimizer, self._scale.state, masked)
+        return state_shapes(params, self._optimizer, self.scale.state, [n for n in self._pruned if n in sizes])
+
+
+def _made(model: Any, specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    if isinstance(model, nnx.Module):
+        params = split_module(model).params
+        return jax.device_put({name: params[name] for name in shardings}, shardings)
+
+    def make(layouts: dict[str, NamedSharding]) -> Params:
+        def chosen() -> Params:
+            made = split_module(model()).params
+            return {name: made[name] for name in layouts}  # XLA drops unused results
+
+        return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
+
+    made = make({name: layout for name, layout in shardings.items() if name not in shared})
+    made |= make({name: shardings[name] for name in sorted(shared)}) if shared else {}
+    return {name: made[name] for name in shardings}

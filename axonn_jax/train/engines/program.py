@@ -15,7 +15,6 @@ from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.load import Loads
 from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients
@@ -30,6 +29,7 @@ from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
     GatheredWeight,
     MaybeGathered,
+    Weights,
     as_gathered,
     cast_for_reduction,
     gather_once,

@@ -2,40 +2,26 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync, together
 from axonn_jax.errors import UserError
-from axonn_jax.memory.forms import Forms
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.masks import kept
-from axonn_jax.pruned.prune import Pruner, make_masks, prunable
-from axonn_jax.tensor.params import Specs, SplitModule
+from axonn_jax.pruned.masks import WINDOW, EarlyBird, kept
+from axonn_jax.pruned.prune import make_masks
 from axonn_jax.train.engines.engine import Engine
 
 _CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
 """Lines for people kept until somebody takes them."""
-
-
-def prunable_of(config: PruneConfig, parts: SplitModule, layers: str) -> list[str]:
-    """Return the parameters of a model that settings prune; `layers` is its list of layers."""
-    return prunable(parts, layers) if config.prunes else []
-
-
-def choice_of_forms(config: PruneConfig, names: Collection[str]) -> Callable[[Specs, Mesh], Pruner] | None:
-    """Return a function of layouts and their mesh that makes the choice of pruned parameters' entries; None: none."""
-    return (lambda specs, mesh: Pruner(config, names, specs, mesh)) if config.prunes else None
 
 
 class Pruning:
@@ -87,7 +73,7 @@ class Pruning:
     def at(self, step: int) -> None:
         """Prune if it is time, before or behind a step: of two calls with as many steps done the second does nothing.
 
-        Collectives: those of `pruned.masks` and `pruned.early_bird`.
+        Collectives: those of `pruned.masks`.
         """
         self.check_masks()
         config = self._config
@@ -177,7 +163,7 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
     Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
     """
 
-    def numbers(layout: Forms | None) -> tuple[int, ...]:
+    def numbers(layout: PrunedLayout | None) -> tuple[int, ...]:
         if not isinstance(layout, PrunedLayout):
             return (0,) * 5
         sizes = {name: prod(shape) for name, shape in layout.shapes.items()}

@@ -16,23 +16,24 @@ from axonn_jax.backend.small_products import compile_traced, form_of, jitted
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import FormChoice, Forms, Weights
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import Pruner, prunable
 from axonn_jax.state.param_store import ParamStore, Placement
 from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
-from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
 from axonn_jax.train.optimizer import check_optimizer
 
-Build = Callable[[Forms | None], tuple[Stack, Any, TrainStep]]
+Build = Callable[[PrunedLayout | None], tuple[Stack, Any, TrainStep]]
 """Function of the parameters' forms -> how layers are stacked, the program of the gradients, and the step."""
 
 
@@ -51,7 +52,7 @@ class Job:
     """True if `params` may be freed, one after another."""
     merge: Callable[[Params, Params], Any]
     """Function of parameters and carried state -> the user's model."""
-    chooser: FormChoice | None = None
+    chooser: Pruner | None = None
     formed: bool = True
     """True if parameters have the chooser's forms from the start."""
     padding: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +89,6 @@ def model_job(
     check_optimizer(optimizer, checked, made, memory, prune)
     parts = shapes_of(made)  # no array of the model's may live as long as the engine
     like = parts.merge(parts.params)
-    choice = choice_of_forms(prune, prunable_of(prune, parts, checked.layer_list))
     return Job(
         placed(made.params, parts.specs, grid.mesh),
         optimizer,
@@ -97,7 +97,7 @@ def model_job(
         checked.drops_out,
         owned,
         lambda params, carried: parts.merge(params),
-        None if choice is None else choice(parts.specs, grid.mesh),
+        Pruner(prune, prunable(parts, checked.layer_list), parts.specs, grid.mesh) if prune.prunes else None,
         not prune.later,
         padding_of(model),
     )
@@ -122,7 +122,7 @@ class SpmdEngine:
         self._in_step = False
         self._evaluated: Weights | None = None
 
-    def _begin(self, forms: Forms | None) -> tuple[Stack, Placement]:
+    def _begin(self, forms: PrunedLayout | None) -> tuple[Stack, Placement]:
         """Make the programs of a step on parameters in these forms; nothing is compiled."""
         stack, self.program, self._step = self._build(forms)
         self.precisions, self.parts = self.program.precisions, stack.per_layer

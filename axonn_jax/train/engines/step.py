@@ -15,7 +15,6 @@ from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
 from axonn_jax.memory.precision import Precisions, Scale, first_scale, next_scale, on_mesh, precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
@@ -25,9 +24,11 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.options import AttentionKernel, ScanLayers
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.params import Params, SplitModule, split_module
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.on_mesh import OnMesh
 from axonn_jax.train.engines.program import StageProgram
@@ -209,7 +210,7 @@ def build_step(
     clip: float,
     memory: MemoryConfig,
     tensor: TensorConfig,
-    forms: Forms | None = None,
+    forms: PrunedLayout | None = None,
 ) -> tuple[Stack, StageProgram, TrainStep]:
     """Return the form of a split model's parameters in a step, its gradients' program, and the step; makes no array.
 

@@ -15,15 +15,15 @@ from axonn_jax.adapters.layers import check_no_adapters
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.prune import Pruner
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
-from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
 from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch
@@ -97,11 +97,11 @@ def loss_job(
     parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, state)))
     apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
-    def program(forms: Forms | None, dtypes: Precisions, **options: Any) -> LossProgram:
+    def program(forms: PrunedLayout | None, dtypes: Precisions, **options: Any) -> LossProgram:
         given = {"model": apart, "weight": weight, "forms": forms, "carried": state}
         return LossProgram(parts, grid, dtypes, memory, **given, **options)
 
-    def build(forms: Forms | None) -> tuple[Stack, LossProgram, TrainStep]:
+    def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
         zero, _, dtypes = masters(memory, grid, apart=forms is not None)
         made = program(forms, dtypes, zero=zero, way=proof.way)
         separate = dtypes.master_weights or zero or offloads or forms is not None
@@ -109,7 +109,6 @@ def loss_job(
 
     batches = TreeBatches(grid, microbatches)
     proof = Proof(rows, program(None, dtypes), batches)
-    choice = choice_of_forms(prune, apart.kernels)
     return Job(
         params,
         optimizer,
@@ -118,7 +117,7 @@ def loss_job(
         apart.draws,
         owned=True,
         merge=apart.restored,
-        chooser=None if choice is None else choice(apart.specs, grid.mesh),
+        chooser=Pruner(prune, apart.kernels, apart.specs, grid.mesh) if prune.prunes else None,
         formed=not prune.later,
         carried=carried,
         changes=proof.changes,

@@ -12,13 +12,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.pooling import with_sliced_pooling
-from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import is_replicated, shard_mapped, size_over
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way, one_device_each
 from axonn_jax.train.modules.batches import each_microbatch, rows_of, with_rows

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.backend.small_products import compile_traced, jitted
 from axonn_jax.errors import UserError
 from axonn_jax.grid import without_mesh
-from axonn_jax.memory.forms import Weights
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import is_replicated, values_of
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.modules.apart import Way, say_first
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.coupling import couples_rows
