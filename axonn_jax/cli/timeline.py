@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
-from axonn_jax.planner.simulate.replay import parse_task, replay
+from axonn_jax.planner.simulate.replay import Replay, parse_task, replay
 from axonn_jax.planner.simulate.simulator import TaskRun
 from axonn_jax.terminal import table
 from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
@@ -83,27 +83,15 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Measured tasks of a step, and the same tasks replayed under a policy, in seconds."""
-
-    policy: PipelinePolicy
-    measured_s: float
-    simulated_s: float
-    gap_s: float
-    message_s: float
-
-
-def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replayed:
+def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replay:
     """Simulate a step's tasks, without the optimizer."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
-        done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
+        return replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError("--step", step, f"a whole step to replay; this one has {error}") from None
-    return Replayed(policy, done.measured_s, done.simulation.makespan, done.gap_s, done.message_s)
 
 
 def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:

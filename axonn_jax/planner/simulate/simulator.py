@@ -30,7 +30,7 @@ class TaskRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulated step; times in the unit of the task times."""
+    """Result of a simulated step, after a failure with the tasks that ended; times in the unit of the task times."""
 
     pipe_shape: PipelineShape
     """Simulated pipeline."""
@@ -48,16 +48,15 @@ class Simulation:
     """Last time at which each rank was idle before its last forward; 0 for a rank that was always busy."""
     tasks: int = 0
     """Number of tasks that have ended."""
+    left_out: int = 0
+    """Microbatches of a steady stretch that were not simulated; `makespan` and `busy` have them."""
+    finished: bool = True
+    """False if a failure stopped the step; `makespan` is then the end of the last task."""
 
     def timeline(self) -> list[Span]:
         """Return the tasks that have ended as spans of step 0, as measured ones are drawn and written."""
         runs = (run for run in self.spans if run.end < inf)
         return [Span(run.rank, str(run.task), KIND_OF[(run.task.kind,)], run.start, run.end, 0) for run in runs]
-
-    @property
-    def no_bubble(self) -> float:
-        """The makespan of a pipeline that never waits: the work of the busiest rank."""
-        return max(self.busy)
 
     @property
     def idle_fraction(self) -> float:
