@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_block
 from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
-
-_FP32 = 4
 
 
 class MemoryModel:
@@ -58,9 +58,12 @@ class MemoryModel:
         return replace(use, staying=self.staying(state.host, use.total))
 
     def staying(self, host: float, device: float) -> float:
-        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes."""
+        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes.
+
+        A run takes half of the memory left over (`memory.report.room`), and none on CPUs.
+        """
         machine = self.request.machine.device
-        return formulas.staying_state(host, device, machine.program_bytes, machine.platform)
+        return 0.0 if computes_on_cores(machine.platform) else min(host, max(0.0, machine.program_bytes - device) / 2)
 
     def _once_gathered(self, candidate: Candidate, load: Load) -> tuple[float, float]:
         """Return bytes of a microbatch's whole gradients and of their sums' other shards, if weights are gathered once
@@ -88,14 +91,14 @@ class MemoryModel:
         tied, tables = self._tables(candidate, load, table * item)
         gathered = self._gathered(candidate, load) + tied
         block = kept + working + gathered
-        block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
+        block -= FLOAT32 * table / grid.z if whole and not shape.tied else 0.0
         head *= load.last
         if load.last:
             head += kept + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
-            head -= _FP32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
+            head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
+        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
@@ -125,12 +128,12 @@ class MemoryModel:
         looped = one * item * (1 if grid.z == 1 else 2 / grid.z)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             again = alone and candidate.activations != "none"
-            return looped + (block - experts + one) * _FP32 * again
+            return looped + (block - experts + one) * FLOAT32 * again
         if candidate.activations == "none" and alone:
             return load.blocks * block * item + looped
         if not candidate.again and alone:
             return (load.blocks + 1) * block * item + looped
-        return formulas.gathered_weights(block - experts + one, item) + looped
+        return 2 * (block - experts + one) * item + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
@@ -168,7 +171,8 @@ class MemoryModel:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
-        late = self._late(candidate, load.rank) / stages
+        # Pairs of stage and microbatch that may wait for their weight gradient alone.
+        late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
         # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
         handed = shape.hidden / candidate.grid.x * columns / tokens if load.last else 0.0
         layers = load.blocks / stages
@@ -179,7 +183,7 @@ class MemoryModel:
         host, working = (live * entering if block.host else 0.0), block.working
         if candidate.activations == "none":
             one = load.blocks * (block.kept - block.shown)
-            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else _FP32)
+            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else FLOAT32)
             working += block.shown
             working += together * block.released if late and entering else 0.0
         else:
@@ -220,7 +224,3 @@ class MemoryModel:
         if candidate.grid.pipe == 1:
             return 1.0
         return self.request.schedule(candidate).live(candidate.pipeline, rank) / candidate.virtual_stages
-
-    def _late(self, candidate: Candidate, rank: int) -> int:
-        """Pairs of stage and microbatch that may wait on a rank for their weight gradient alone."""
-        return self.request.schedule(candidate).waiting(candidate.pipeline, rank)
