@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import Predicted
+from axonn_jax.planner.communication import Predicted, predict
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Candidate, Estimate, PlanRequest

@@ -9,8 +9,9 @@ from axonn_jax.hardware import AttentionDevice
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
+from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.planner.communication import StepSpec
 from axonn_jax.planner.machines.machine import Device, Machine
 from axonn_jax.planner.memory import Precision, itemsize
 from axonn_jax.schedule.policies import Policy, may_split, policy_of
@@ -109,11 +110,12 @@ class PlanRequest:
 
     def step(self, candidate: "Candidate", sequences: int, comm: BlockComm) -> StepSpec:
         """Return the step of a candidate without a pipeline, of so many sequences over all devices."""
-        return StepSpec(
-            self.shape, candidate.grid, sequences, candidate.microbatches, itemsize(self.precision),
-            candidate.activations, reshard_after=candidate.reshard_after, comm=comm,
-            gradient_item=self.gradient_item, density=self.density, moe=self.moe, duplicates=self.duplicates,
+        policy = StepPolicy(
+            candidate.microbatches, candidate.activations, candidate.reshard_after,
+            gradient_item=self.gradient_item, density=self.density,
         )  # fmt: skip
+        item = itemsize(self.precision)
+        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, self.moe, self.duplicates)
 
     def schedule(self, candidate: "Candidate") -> Policy:
         """Return the policy of a candidate's pipeline."""

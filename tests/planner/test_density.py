@@ -14,8 +14,8 @@ from axonn_jax.cli.main import main
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.predict import predict_update
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict_update
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory import device_state
 from axonn_jax.planner.rank_state import Ranks
@@ -81,7 +81,7 @@ def test_bad_densities(capsys):
 def test_gradients_of_kept_entries_travel_over_data():
     shape, grid = preset("gpt-2.7b"), GridShape(1, 8)
     dense, pruned = (
-        {row.name: row.bytes for row in predict_update(StepSpec(shape, grid, 8, density=density))}
+        {row.name: row.bytes for row in predict_update(StepSpec(shape, grid, 8, StepPolicy(density=density)))}
         for density in (1.0, 0.1)
     )
     kernels = [name for name in dense if name.startswith("blocks.") and "norm" not in name and "bias" not in name]

@@ -10,7 +10,7 @@ from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.ops.costs import Phase
-from axonn_jax.planner.communication.step import Predicted
+from axonn_jax.planner.communication import Predicted
 from axonn_jax.planner.report import explain, step_collectives
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE

@@ -117,10 +117,15 @@ class Question(NamedTuple):
     """Usable bytes of a device's memory."""
 
     def answer(self, limited: bool = True) -> SearchResult:
-        """The search; `limited=False` takes no notice of the devices' memory. Raises ``UserError`` if nothing fits."""
+        """The search; `limited=False` takes no notice of the devices' memory.
+
+        Raises:
+            UserError: no grid is legal, or nothing fits.
+        """
         try:
             return search(self.request, self.devices, self.space, self.limit if limited else float("inf"))
         except UserError as error:
+            check_legal(self.request, self.devices, self.space)
             if not limited or self.limit >= self.request.memory_limit():
                 raise
             closest = str(error).partition("; ")[2]
@@ -145,20 +150,11 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
     request = PlanRequest(
-        shape,
-        machine,
-        batch,
-        precision,
-        density=args.density,
-        switches=_switches(args.overlap),
-        policy=args.policy,
-        split=split,
-        sequence_split=args.sequence_parallel,
-        residual_comm=args.residual_comm,
-    )
-    limit, space = _limit(args.memory_limit, request), _space(args)
-    check_legal(request, args.devices, space)
-    return Question(request, args.devices, space, limit)
+        shape, machine, batch, precision, density=args.density, switches=_switches(args.overlap), policy=args.policy,
+        split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
+    )  # fmt: skip
+    limit = _limit(args.memory_limit, request)
+    return Question(request, args.devices, _space(args), limit)
 
 
 def _space(args: PlanFlags) -> SearchSpace:

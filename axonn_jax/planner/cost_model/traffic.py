@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 from axonn_jax.experts.declare import TOKENS
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.planner.communication.predict import predict_microbatch, predict_update
-from axonn_jax.planner.communication.step import Predicted, StepSpec
+from axonn_jax.planner.communication import Predicted, StepSpec, predict_microbatch, predict_update
 from axonn_jax.planner.machines.machine import Curve, between, slope
 from axonn_jax.planner.machines.network import CollectiveKind, GroupLinks, copies
 from axonn_jax.planner.request import Candidate, PlanRequest
