@@ -100,7 +100,8 @@ def _figures(
     args: Simulate, request: PlanRequest, limit: float, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
 ) -> dict[str, Any]:
     simulation, candidate = done.slowest, estimate.candidate
-    flops = request.flops / (candidate.grid.devices * request.machine.peak(request.precision))
+    flops = request.shape.step_flops(request.batch)
+    flops_s = flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
         **asked(args, request),
         "grid": asdict(candidate.grid),
@@ -112,7 +113,7 @@ def _figures(
         "update_s": done.behind_s,
         "no_bubble_s": max(simulation.busy),
         "idle": simulation.idle_fraction,
-        "mfu": flops / done.seconds if done.seconds else None,
+        "mfu": flops_s / done.seconds if done.seconds else None,
         "memory_bytes": estimate.memory.total,
         "memory_limit_bytes": limit,
         "fits": estimate.memory.total <= limit,

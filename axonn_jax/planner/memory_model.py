@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 
 from axonn_jax.backend.traits import computes_on_cores
-from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations
@@ -23,7 +22,7 @@ class MemoryModel:
         self.request, self.ranks = request, Ranks(request)
         self._item = formulas.itemsize(request.precision)
         self._kernel = request.attention_form.kernel
-        self._block_of = cache(self._block_bytes)
+        self._block = cache(self._block_bytes)
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
@@ -131,7 +130,7 @@ class MemoryModel:
             return looped + (block - experts + one) * FLOAT32 * again
         if candidate.activations == "none" and alone:
             return load.blocks * block * item + looped
-        if not candidate.again and alone:
+        if candidate.keeps_weights and alone:
             return (load.blocks + 1) * block * item + looped
         return 2 * (block - experts + one) * item + looped
 
@@ -139,16 +138,7 @@ class MemoryModel:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
         grid, each = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
-        key = (
-            grid.batch_shards,
-            grid.expert,
-            grid.y,
-            grid.x,
-            self.ranks.vocab(grid),
-            comm,
-            *each,
-            load.rank,
-        )
+        key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *each, load.rank)
         if key not in self._passes:
             self._passes[key] = self._kept(candidate, load)
         return self._passes[key]
@@ -162,19 +152,23 @@ class MemoryModel:
         gradient waits, a stage keeps the inputs of its products in place of those values, except the first stage, which
         has no input gradient to be ahead of.
         """
-        block, shape = self._block(candidate.grid, candidate.activations), self.request.shape
+        grid, shape = candidate.grid, self.request.shape
+        comm = self.request.comm(grid, candidate.activations)
+        block = self._block(grid.expert, grid.x, grid.y, candidate.activations, comm)
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
-        columns = self.ranks.vocab(candidate.grid) // candidate.grid.y
-        head = formulas.head_activations(shape, candidate.grid.x, columns, self._item, tokens)
-        scores = max(0.0, self._scores(candidate) - tokens * block.spare)
-        if candidate.grid.pipe == 1:
+        columns = self.ranks.vocab(grid) // grid.y
+        head = formulas.head_activations(shape, grid.x, columns, self._item, tokens)
+        heads = shape.heads // (grid.y * grid.x if comm.attention else grid.y) * candidate.sequences(self.request.batch)
+        scores = formulas.scores_bytes(self._kernel, self.request.machine.device.platform, heads, shape.seq_len)
+        scores = max(0.0, scores - tokens * block.spare)
+        if grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
         # Pairs of stage and microbatch that may wait for their weight gradient alone.
         late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
         # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
-        handed = shape.hidden / candidate.grid.x * columns / tokens if load.last else 0.0
+        handed = shape.hidden / grid.x * columns / tokens if load.last else 0.0
         layers = load.blocks / stages
         groups = group_count(layers)
         together = layers if groups == 1 else group_size(int(layers))
@@ -198,11 +192,8 @@ class MemoryModel:
             working += handed * self._item
         return tokens * kept, tokens * working + scores, head, tokens * host
 
-    def _block(self, grid: GridShape, activations: Activations) -> BlockBytes:
-        """Bytes a token needs in a block."""
-        return self._block_of(grid.expert, grid.x, grid.y, activations, self.request.comm(grid, activations))
-
     def _block_bytes(self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm) -> BlockBytes:
+        """Return the bytes that a token needs in a block."""
         kinds = []
         for layer, count in self.request.shape.layer_kinds():
             block = block_activations(
@@ -211,13 +202,6 @@ class MemoryModel:
             )  # fmt: skip
             kinds.append((block, count))
         return mean_block(kinds)
-
-    def _scores(self, candidate: Candidate) -> float:
-        """Bytes of scores at work in a block's backward pass."""
-        request, grid = self.request, candidate.grid
-        over = grid.y * grid.x if request.comm(grid, candidate.activations).attention else grid.y
-        heads = request.shape.heads // over * candidate.sequences(request.batch)
-        return formulas.scores_bytes(self._kernel, request.machine.device.platform, heads, request.shape.seq_len)
 
     def live(self, candidate: Candidate, rank: int) -> float:
         """Microbatches whose activations a rank keeps at once."""

@@ -44,24 +44,20 @@ _CUDNN = 91100
 """Version of cuDNN that supports every GPU, as machine files have none."""
 
 
-def described(device: Device) -> AttentionDevice:
-    """Return the traits of a machine file's device that decide the kernel of attention.
-
-    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
-    """
-    if device.platform != "cuda":
-        return AttentionDevice(device.platform, alone=False)
-    major, minor = str(float(device.capability)).split(".")
-    return AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
-
-
 def form_taken(
     device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN
 ) -> AttentionForm:
-    """The form that a program takes there which may choose."""
+    """The form that a program takes there which may choose.
+
+    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
+    """
     if not device.platform:
         return AttentionForm("blocked", "the machine file does not say device.platform")
-    return choose_form("auto", described(device), _DTYPES[precision], head_dim, seq, rule)
+    traits = AttentionDevice(device.platform, alone=False)
+    if device.platform == "cuda":
+        major, minor = str(float(device.capability)).split(".")
+        traits = AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
+    return choose_form("auto", traits, _DTYPES[precision], head_dim, seq, rule)
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,6 @@ class PlanRequest:
         """Return the policy of a candidate's pipeline."""
         return policy_of(self.policy, candidate.in_flight, may_split(self.split, candidate.activations))
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of a step without recomputation, as published counts have them."""
-        return self.shape.step_flops(self.batch)
-
     def memory_limit(self) -> float:
         """Bytes that training may be predicted to take of a device, so that it fits where it takes more by `SHORT`."""
         return self.machine.device.program_bytes * (1.0 - SHORT)
@@ -180,20 +171,10 @@ class Candidate:
         """True if gathered weights stay for the backward pass."""
         return self.reshard_after != "forward"
 
-    @property
-    def again(self) -> bool:
-        """True if recomputation gathers weights again."""
-        return not self.keeps_weights and self.activations != "none"
-
     @cached_property
     def pipeline(self) -> PipelineShape:
         """Sizes of the pipeline: ranks, microbatches and virtual stages."""
         return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)
-
-    @property
-    def shallow(self) -> bool:
-        """True if no more microbatches are in flight than under 1F1B."""
-        return 0 < self.in_flight <= self.grid.pipe
 
     def sequences(self, batch: int) -> int:
         """Sequences of a microbatch on a device."""

@@ -280,18 +280,16 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         roomy = [one for one in chosen if has_room(prices.model, one, limit)]
         if roomy:
             fitting.append(min(roomy, key=prices.model.outside_s))
-    if len(fitting) > 1 and fitting[0].shallow:
+    if len(fitting) > 1 and 0 < fitting[0].in_flight <= base.grid.pipe:
         del fitting[0]
     found: Estimate | None = None
     for deeper in fitting:
-        if found is not None and (_always_at_work(found) or prices.tasks > _SIMULATED_TASKS):
-            break
+        if found is not None:
+            waits = found.bubble + found.exposed["pipe"] / found.step_s
+            if waits < 2 * _SHORTER or prices.tasks > _SIMULATED_TASKS:
+                break
         estimate = prices.price(deeper)
         if found is not None and estimate.step_s > found.step_s * (1 - _SHORTER):
             break
         found = estimate
     return found
-
-
-def _always_at_work(one: Estimate) -> bool:
-    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * _SHORTER

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from hlo.collectives import totals
 from plans import PLAN, SIMULATE, output
 
 from axonn_jax.cli.plan.flags import sequences
@@ -15,7 +16,6 @@ from axonn_jax.models.presets import preset
 from axonn_jax.ops.costs import Phase, StepPolicy
 from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.planner.machines.machine_file import load_machine, machine_names
-from axonn_jax.planner.machines.network import totals
 from axonn_jax.train.validate import check
 
 

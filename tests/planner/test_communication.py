@@ -5,6 +5,7 @@ import sys
 from fractions import Fraction
 
 import pytest
+from hlo.collectives import totals
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -12,7 +13,6 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
 from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.planner.communication import StepSpec, predict
-from axonn_jax.planner.machines.network import totals
 
 GPT = preset("gpt-5b")
 GRID = GridShape(pipe=1, data=2, z=4, y=8, x=2)

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from axonn_jax.planner.simulate.simulator import drive, simulate
+from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.schedule.dispatcher import OrderedDispatcher
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
@@ -110,7 +110,7 @@ def test_a_deadlock_has_the_state_of_every_rank():
     ranks[1].append(Task(Kind.BACKWARD, 1, 0))
     ranks[2].append(Task(Kind.FORWARD, 2, 0))
     with pytest.raises(RuntimeError, match="wait for each other") as error:
-        drive(ranks, task_time=lambda _: 1.0, message_time=lambda _: 0.0)
+        simulate(ranks[0].shape, policy_of("message"), task_time=lambda _: 1.0, message_time=lambda _: 0.0, ranks=ranks)
     assert "rank 0: 1 tasks started, 1 activations alive, told no more" in str(error.value)
     assert "rank 1: 0 tasks started, 0 activations alive, waits for backward message for stage 1" in str(error.value)
     assert "rank 2: 0 tasks started, 0 activations alive, waits for forward message for stage 2" in str(error.value)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from axonn_jax.grid import GridShape
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.compute import Compute, Seconds
-from axonn_jax.planner.cost_model.traffic import Line, Part, Role, Traffic
+from axonn_jax.planner.cost_model.traffic import Line, Part, Traffic
 from axonn_jax.planner.request import PlanRequest
 
 
@@ -37,9 +37,9 @@ class PartTimes:
 
     def __init__(self, grid: GridShape, request: PlanRequest, compute: Compute, traffic: Traffic):
         self.grid, self.request, self.compute, self.traffic = grid, request, compute, traffic
-        self._known = cache(self._times)
+        self.times = cache(self._times)
 
-    def times(
+    def _times(
         self,
         part: Part,
         sequences: int,
@@ -55,11 +55,6 @@ class PartTimes:
         """
         if part != "block":
             activations = "none"  # only blocks are computed again
-        return self._known(part, sequences, activations, gathers, lifetime)
-
-    def _times(
-        self, part: Part, sequences: int, activations: Activations, gathers: bool, lifetime: ReshardAfter
-    ) -> Times:
         seconds = self._compute(part, sequences)
         again = 0.0
         if activations in ("full", "offload"):
@@ -73,23 +68,25 @@ class PartTimes:
             again += max(0.0, copied - back)
             seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
         on, times = self.request.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
+        window = partial(_Window, speed=1.0 - self.request.machine.device.contention, times=times, sequences=sequences)
+        lines = partial(self.traffic.lines, self.grid, part)
         half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other sub-batch's matmuls, one of two
-        forward = self._window(seconds.forward, times, sequences)
-        forward.add(self._lines(part, "gather") if gathers else (), seconds.forward if on.gathers else 0.0)
-        forward.add(self._lines(part, "reduce"), half if on.forward else 0.0)
-        backward = self._window(back, times, sequences)
-        backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
-        recomputed = self._window(again, times, sequences)
+        forward = window(seconds.forward)
+        forward.add(lines("gather") if gathers else (), seconds.forward if on.gathers else 0.0)
+        forward.add(lines("reduce"), half if on.forward else 0.0)
+        backward = window(back)
+        backward.add(lines("input"), seconds.weights if on.gradients else 0.0)
+        recomputed = window(again)
         if lifetime == "forward":
-            backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
+            backward.add(lines("regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
-            recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
+            recomputed.add(lines("rereduce"), half if on.forward else 0.0)
         if activations == "none":  # only gradients of weights read it
-            backward.add(self._lines(part, "reread"), seconds.inputs if on.gradients else 0.0)
+            backward.add(lines("reread"), seconds.inputs if on.gradients else 0.0)
         else:
-            recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
-        late = self._window(backward.left, times, sequences)
-        late.add(self._lines(part, "scatter") if lifetime != "step" else (), back if on.scatters else 0.0)
+            recomputed.add(lines("reread"), half if on.forward else 0.0)
+        late = window(backward.left)
+        late.add(lines("scatter") if lifetime != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed
         times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
         times.weights = seconds.weights + late.exposed
@@ -102,12 +99,6 @@ class PartTimes:
             columns = self.compute.shape.padded_vocab(self.grid.y * self.grid.z) // self.grid.y
             return self.compute.head(self.grid.x, columns, sequences)
         return Seconds(0.0, 0.0, 0.0, 0.0)
-
-    def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
-        return self.traffic.lines(self.grid, part, role)
-
-    def _window(self, compute: float | dict[bool, float], times: Times, sequences: int) -> "_Window":
-        return _Window(compute, 1.0 - self.request.machine.device.contention, times, sequences)
 
 
 class _Window:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from axonn_jax.models.segments import Segment
-from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.cost_model.model import CostModel, stages_of
 from axonn_jax.planner.cost_model.part_times import Times
 from axonn_jax.planner.cost_model.traffic import Part
 from axonn_jax.planner.request import Candidate, Estimate
@@ -34,7 +34,7 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
         add(0, ((count, one) for _, count, one in model.busiest(candidate)))
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
-    segments, ranges = model.stages(pipe, virtual)
+    segments, ranges = stages_of(model.request.shape, pipe, virtual)
     block_flops = model.footprint.ranks.block_flops
 
     def part(segment: Segment) -> tuple[float, Times]:

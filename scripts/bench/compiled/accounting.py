@@ -6,12 +6,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled.common import keep_recomputation, mesh_sizes, text_of
-from hlo.collectives import Collective, collectives
+from hlo.collectives import Collective, collectives, totals
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import build_grid
 from axonn_jax.planner.communication import Predicted, StepSpec, predict
-from axonn_jax.planner.machines.network import totals
 
 if TYPE_CHECKING:
     import jax

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
-from hlo.collectives import collectives
+from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
 
 from axonn_jax.experts.shape import MoeConfig
@@ -19,7 +19,6 @@ from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.options import Activations, ReshardAfter, ResidualComm
 from axonn_jax.planner.communication import StepSpec, predict
-from axonn_jax.planner.machines.network import Totals, totals
 
 if TYPE_CHECKING:
     import jax
