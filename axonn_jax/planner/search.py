@@ -125,7 +125,7 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
     rejected += [Rejected(f"{count} grid{'s' * (count != 1)}", why) for why, count in rules.most_common()]
     if not fits:
         raise _nothing(devices, rejected)
-    fits.sort(key=lambda one: one.order)
+    fits.sort(key=lambda one: sort_key(one.step_s, one.base, one.placement))
     prices = Prices(model)
     found_best = ranked(prices, fits, space, limit)
     by_grid: dict[GridShape, Estimate] = {}

@@ -150,11 +150,6 @@ class Priced(NamedTuple):
         """All of it."""
         return replace(self.base, offload=self.placement[0], zero=self.placement[1])
 
-    @property
-    def order(self) -> tuple[float, ...]:
-        """By time, then by how little it asks for."""
-        return sort_key(self.step_s, self.base, self.placement)
-
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
     """Key by which candidates are sorted: time, then the extent of memory-saving options."""
@@ -211,7 +206,7 @@ def _candidates(
 
 def front(found: Iterable[Priced]) -> list[Priced]:
     """Return the candidates that none beats in both time and memory, fastest first."""
-    return smaller(sorted(found, key=lambda one: one.order), lambda one: one.memory)
+    return smaller(sorted(found, key=lambda one: sort_key(one.step_s, one.base, one.placement)), lambda one: one.memory)
 
 
 def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:

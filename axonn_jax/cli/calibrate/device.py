@@ -135,13 +135,13 @@ def program_seconds(rounds: int) -> float:
         return seconds(lambda: program(values), 20 * rounds)
 
 
-def host_rate(rounds: int, size: int = _STREAMED) -> float:
+def host_rate(rounds: int) -> float:
     """Bytes a second of a copy between a device and the host, the slower way."""
     mesh, taken = _alone(), []
     here = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
         add = jax.jit(lambda a: a + 1.0)
-        held = jax.block_until_ready(add(jax.device_put(np.ones(size, np.float32), here)))
+        held = jax.block_until_ready(add(jax.device_put(np.ones(_STREAMED, np.float32), here)))
         for _ in range(rounds + 1):
             begin = time.perf_counter()
             values = np.array(held)
@@ -149,7 +149,7 @@ def host_rate(rounds: int, size: int = _STREAMED) -> float:
             moved = jax.block_until_ready(jax.device_put(values, here, may_alias=False))
             taken.append(max(copied - begin, time.perf_counter() - copied))
             held = jax.block_until_ready(add(moved))  # a new array: jax keeps the host's copy of an old one
-    return 4.0 * size / median(taken[1:])
+    return 4.0 * _STREAMED / median(taken[1:])
 
 
 def _alone() -> Mesh:

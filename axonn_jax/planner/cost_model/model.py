@@ -8,8 +8,7 @@ from axonn_jax.grid import REPLICA_AXES, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
-from axonn_jax.planner.cost_model.compute import Compute
-from axonn_jax.planner.cost_model.part_times import PartTimes, Times
+from axonn_jax.planner.cost_model.compute import Compute, PartTimes, Times
 from axonn_jax.planner.cost_model.traffic import Part, Traffic
 from axonn_jax.planner.machines.network import GroupLinks, copies
 from axonn_jax.planner.memory_model import MemoryModel
@@ -151,10 +150,9 @@ class CostModel:
         tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
-        block, first, last = (
-            tasks.times(part, sequences, candidate.activations, gathers, candidate.lifetime)
-            for part in ("block", "first", "last")
-        )
+        block = tasks.times("block", sequences, candidate.activations, gathers, candidate.lifetime)
+        ends: tuple[Part, Part] = ("first", "last")
+        first, last = (tasks.times(part, sequences, "none", gathers, candidate.lifetime) for part in ends)
         found: list[Parts] = []
         for load in self.footprint.ranks.loads(candidate.grid.pipe):
             parts: Parts = [("block", load.blocks, block)]

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from axonn_jax.models.segments import Segment
+from axonn_jax.planner.cost_model.compute import Times
 from axonn_jax.planner.cost_model.model import CostModel, stages_of
-from axonn_jax.planner.cost_model.part_times import Times
 from axonn_jax.planner.cost_model.traffic import Part
 from axonn_jax.planner.request import Candidate, Estimate
 from axonn_jax.planner.simulate.simulator import Simulation
