@@ -176,6 +176,11 @@ class Candidate:
         """Sizes of the pipeline: ranks, microbatches and virtual stages."""
         return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)
 
+    @property
+    def shallow(self) -> bool:
+        """True if no more microbatches are in flight than under 1F1B."""
+        return 0 < self.in_flight <= self.grid.pipe
+
     def sequences(self, batch: int) -> int:
         """Sequences of a microbatch on a device."""
         return batch // (self.grid.batch_shards * self.microbatches)

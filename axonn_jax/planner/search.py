@@ -280,7 +280,7 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         roomy = [one for one in chosen if has_room(prices.model, one, limit)]
         if roomy:
             fitting.append(min(roomy, key=prices.model.outside_s))
-    if len(fitting) > 1 and 0 < fitting[0].in_flight <= base.grid.pipe:
+    if len(fitting) > 1 and fitting[0].shallow:
         del fitting[0]
     found: Estimate | None = None
     for deeper in fitting:

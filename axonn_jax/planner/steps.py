@@ -45,8 +45,8 @@ class Baseline:
     """None where it does not fit or does not end."""
     memory_bytes: float | None = None
     """None where no grid fits."""
-    why: str = ""
-    """Reason for which the baseline cannot run."""
+    why: str = "does not end"
+    """Reason for which there are no seconds."""
 
 
 def step(
@@ -104,7 +104,7 @@ def baselines(
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
         else:
-            yield _ended(name, step(others, candidate, by, replicas, progress, name), need)
+            yield Baseline(name, step(others, candidate, by, replicas, progress, name).seconds, need)
     flat_name = "1-D tensor parallelism"
     try:
         flat = tensor_1d(request, candidate.grid.devices, limit, space)
@@ -115,11 +115,8 @@ def baselines(
     slow, failed = {0: max(by.slow.values())} if by.slow else {}, {0: min(by.failed.values())} if by.failed else {}
     alone = replace(by, slow=slow, failed=failed)
     flatly = Prices(CostModel(replace(request, switches=NO_OVERLAP)))
-    yield _ended(flat_name, step(flatly, flat.candidate, alone, replicas, progress, flat_name), flat.memory.total)
-
-
-def _ended(name: str, done: SimulatedStep, memory: float) -> Baseline:
-    return Baseline(name, done.seconds, memory, "" if done.slowest.finished else "does not end")
+    done = step(flatly, flat.candidate, alone, replicas, progress, flat_name)
+    yield Baseline(flat_name, done.seconds, flat.memory.total)
 
 
 def tensor_1d(request: PlanRequest, devices: int, limit: float, space: SearchSpace | None = None) -> Estimate:

@@ -113,7 +113,6 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     from axonn_jax import compat
     from axonn_jax.cli.calibrate import device as on_device
     from axonn_jax.cli.calibrate import links
-    from axonn_jax.cli.calibrate.timing import largest
 
     def say(what: str) -> None:
         if jax.process_index() == 0:
@@ -132,7 +131,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     lone = 0.0
     if jax.process_index() == 0 and len(everywhere) > 1:  # while the others wait
         lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
-    slower = max(1.0, largest(lone, together) / matmuls[dtype][sizes[-1]])
+    slower = max(1.0, on_device.largest(lone, together) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq)
     asked = compat.attention_device(device, alone=True)

@@ -1,6 +1,6 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -9,7 +9,6 @@ from axonn_jax.cli.plan.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
-from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
 from axonn_jax.options import (
     Activations,
@@ -138,8 +137,8 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
-    shape = shape if layers is None else replace(shape, layers=layers)
+    changed = {name: size for name, size in (("seq_len", args.seq), ("layers", layers)) if size is not None}
+    shape, machine = preset(args.model, **changed), load_machine(args.machine).shared(args.devices)
     batch = SEQUENCES * args.devices
     if args.batch_tokens is not None:
         batch = sequences(args.batch_tokens, shape.seq_len)
@@ -177,11 +176,6 @@ def _space(args: PlanFlags) -> SearchSpace:
         virtual_stages=(1, 2, 4) if stages is None else (stages,),
         reshard_after=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
     )
-
-
-def model_of(args: PlanFlags) -> ModelShape:
-    """Return the preset, with sequences of `--seq` tokens if given."""
-    return preset(args.model) if args.seq is None else preset(args.model, seq_len=args.seq)
 
 
 def sequences(text: str, seq: int) -> int:

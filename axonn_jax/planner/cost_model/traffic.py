@@ -23,27 +23,6 @@ Gathers and scatters of the stream count with the reductions beside them. A stre
 the backward pass under every policy.
 """
 
-_ROLES: dict[tuple[str, str], Role] = {
-    ("forward", "all-gather"): "gather",
-    ("forward", "all-reduce"): "reduce",
-    ("recompute", "all-gather"): "regather",
-    ("recompute", "all-reduce"): "rereduce",
-    ("backward", "all-reduce"): "input",
-    ("backward", "reduce-scatter"): "scatter",
-    ("update", "all-reduce"): "update",
-}
-_STREAM_ROLES: dict[tuple[str, str], Role] = {
-    ("forward", "all-gather"): "reduce",
-    ("forward", "reduce-scatter"): "reduce",
-    ("recompute", "all-gather"): "reread",
-    ("recompute", "reduce-scatter"): "rereduce",
-    ("forward", "all-to-all"): "reduce",
-    ("recompute", "all-to-all"): "rereduce",
-    ("backward", "all-to-all"): "input",
-    ("backward", "all-gather"): "input",
-    ("backward", "reduce-scatter"): "input",
-}
-
 
 class Line(NamedTuple):
     """Seconds of some collectives over one axis, as a function of a device's sequences in a microbatch."""
@@ -72,7 +51,6 @@ class Line(NamedTuple):
 
 
 Lines = dict[tuple[Part, Role], tuple[Line, ...]]
-_Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
 
 
 class Traffic:
@@ -117,7 +95,7 @@ class Traffic:
     def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
         links = GroupLinks(grid, self._machine)
-        sums: _Sums = {}
+        sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
         costs: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[float, bool, Curve, float]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
         for one in collectives:
@@ -156,9 +134,14 @@ def _of_stream(one: Predicted) -> bool:
 
 
 def _role(one: Predicted) -> Role:
-    role = (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
-    reread = one.axes == ("y",) and one.name != TOKENS
-    return "rereduce" if role == "reread" and not reread else role
+    """Return the role of a collective: of the update, of weights, or of outputs and tokens."""
+    if one.phase == "update":
+        return "update"
+    reread = one.phase == "recompute" and one.kind == "all-gather" and one.axes == ("y",) and one.name != TOKENS
+    weights: tuple[Role, Role, Role] = ("gather", "regather", "scatter")
+    outputs: tuple[Role, Role, Role] = ("reduce", "reread" if reread else "rereduce", "input")
+    roles = outputs if one.kind == "all-reduce" or _of_stream(one) else weights
+    return roles[("forward", "recompute", "backward").index(one.phase)]
 
 
 def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:
