@@ -11,8 +11,7 @@ from axonn_jax.grid import GRID_AXES
 from axonn_jax.ops.costs import Phase
 from axonn_jax.planner.report import explain, step_collectives
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
-from axonn_jax.planner.search import TIE
-from axonn_jax.planner.search import SearchResult as SearchResult
+from axonn_jax.planner.search import TIE, SearchResult
 from axonn_jax.planner.space import grid_axes
 from axonn_jax.terminal import Ticker, table
 
@@ -188,8 +187,8 @@ def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    kept = chosen(request, candidate)["reshard_after"]
-    extra = [candidate.activations] + ([f"reshard_after {kept}"] if candidate.keeps_weights else [])
+    extra: list[str] = [candidate.activations]
+    extra += [f"reshard_after {candidate.reshard_after}"] if candidate.keeps_weights else []
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 

@@ -72,19 +72,15 @@ def simulate_perturbed(
     by.check(times.pipe_shape.pipe)
     pipe_shape, times = times.pipe_shape, times.slowed(by.slow)
 
+    def jittered(seconds: float, kind: int, of: Task | Message) -> float:
+        what = (by.seed, replica, kind, of.stage, of.microbatch)
+        return seconds * factor(by.jitter, by.members, *what) if by.jitter else seconds
+
     def task_time(task: Task) -> float:
-        seconds = times.task(task)
-        if by.jitter:
-            what = (by.seed, replica, _KINDS[task.kind], task.stage, task.microbatch)
-            seconds *= factor(by.jitter, by.members, *what)
-        return seconds
+        return jittered(times.task(task), _KINDS[task.kind], task)
 
     def message_time(message: Message) -> float:
-        seconds = times.carried(message)
-        if by.jitter:
-            way = 8 + (message.direction == "backward")
-            seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
-        return seconds
+        return jittered(times.message, 8 + (message.direction == "backward"), message)
 
     how: dict[str, Any] = {"message_time": message_time, "progress": progress}
     healthy = simulate(pipe_shape, policy, task_time=task_time, **how)
