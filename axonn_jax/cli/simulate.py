@@ -12,6 +12,7 @@ from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate, PlanRequest
 from axonn_jax.planner.simulate.perturb import Perturbation
+from axonn_jax.planner.simulate.simulator import Simulation
 from axonn_jax.planner.steps import Baseline, SimulatedStep, baselines, step
 from axonn_jax.terminal import Ticker
 
@@ -73,15 +74,10 @@ def run(args: Simulate) -> int:
 
             ticker.now("drawing")
             title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
-            title += f", {done.left_out:,} microbatches left out" if done.left_out else ""
-            shown = done.slowest.simulation
+            left_out = done.slowest.left_out
+            title += f", {left_out:,} microbatches left out" if left_out else ""
             try:
-                draw(
-                    shown.timeline(),
-                    args.png,
-                    title,
-                    heading=f"{shown.makespan:,.3f} s, idle {shown.idle_fraction:.1%}",
-                )
+                draw(done.slowest.timeline(), args.png, title, simulated=True)
             except (OSError, ValueError) as error:
                 accepted = f"the path of a .png file that can be written; {error}"
                 raise UserError("--png", str(args.png), accepted) from None
@@ -103,29 +99,30 @@ def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
 def _figures(
     args: Simulate, request: PlanRequest, limit: float, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
 ) -> dict[str, Any]:
-    simulation, candidate = done.slowest.simulation, estimate.candidate
-    flops = request.flops / (candidate.grid.devices * request.machine.peak(request.precision))
+    simulation, candidate = done.slowest, estimate.candidate
+    flops = request.shape.step_flops(request.batch)
+    flops_s = flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
         **asked(args, request),
         "grid": asdict(candidate.grid),
         **chosen(request, candidate),
         "policy": request.policy,
-        "finished": done.slowest.finished,
+        "finished": simulation.finished,
         "step_s": done.seconds,
-        "pipeline_s": done.pipeline_s,
+        "pipeline_s": simulation.makespan,
         "update_s": done.behind_s,
-        "no_bubble_s": max(done.busy),
-        "idle": done.idle,
-        "mfu": flops / done.seconds if done.seconds else None,
+        "no_bubble_s": max(simulation.busy),
+        "idle": simulation.idle_fraction,
+        "mfu": flops_s / done.seconds if done.seconds else None,
         "memory_bytes": estimate.memory.total,
         "memory_limit_bytes": limit,
         "fits": estimate.memory.total <= limit,
         "replicas_s": done.replicas_s,
         "tasks": simulation.tasks,
-        "left_out_microbatches": done.left_out,
+        "left_out_microbatches": simulation.left_out,
         "ranks": [
             {"rank": rank, "busy_s": busy, "peak_live": simulation.peak_live[rank]}
-            for rank, busy in enumerate(done.busy)
+            for rank, busy in enumerate(simulation.busy)
         ],
         "baselines_s": {baseline.name: baseline.seconds for baseline in others},
         "baselines_memory_bytes": {baseline.name: baseline.memory_bytes for baseline in others},
@@ -136,7 +133,7 @@ def _figures(
 
 def text(figures: dict[str, Any], done: SimulatedStep, others: list[Baseline]) -> str:
     """Return the printed text of `axonn-jax simulate`."""
-    lines = [*_candidate_text(figures), "", *(_finished(figures, done) if figures["finished"] else [_stalled(done)])]
+    lines = [*_candidate_text(figures), "", *(_finished(figures) if figures["finished"] else [_stalled(done.slowest)])]
     lines += [_memory(figures)]
     lines += [f"{baseline.name:24} {_beside(figures, baseline)}" for baseline in others]
     lines += [figures["png"]] if "png" in figures else []
@@ -163,7 +160,7 @@ def _candidate_text(figures: dict[str, Any]) -> list[str]:
     return [f"{figures['model']} on {figures['devices']} of {figures['machine']}: {grid}", ", ".join(options)]
 
 
-def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
+def _finished(figures: dict[str, Any]) -> list[str]:
     behind = "the pipeline" if figures["grid"]["pipe"] > 1 else "the last microbatch"
     lines = [
         f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
@@ -174,25 +171,23 @@ def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
             f"pipeline  {figures['pipeline_s']:,.4f} s, ranks idle {figures['idle']:.1%} of it; "
             f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
         ]
-    if done.left_out:
+    if left_out := figures["left_out_microbatches"]:
         lines.append(
-            f"          of its steady phase {_count(done.left_out, 'microbatch', 'microbatches')} "
+            f"          of its steady phase {_count(left_out, 'microbatch', 'microbatches')} "
             "were extrapolated, not simulated"
         )
-    spread = done.replicas_s
-    if len(spread) > 1:
+    if len(spread := figures["replicas_s"]) > 1:
         lines.append(
             f"replicas  {min(spread):,.4f} to {max(spread):,.4f} s, mean {fmean(spread):,.4f}; the slowest counts"
         )
     return lines
 
 
-def _stalled(done: SimulatedStep) -> str:
-    simulation = done.slowest.simulation
+def _stalled(simulation: Simulation) -> str:
     pipe_shape = simulation.pipe_shape
     each = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
     return (
-        f"The step does not end: after {done.slowest.stalled_at:,.4f} s all ranks stall, with "
+        f"The step does not end: after {simulation.makespan:,.4f} s all ranks stall, with "
         f"{simulation.tasks:,} of {each * pipe_shape.stages * pipe_shape.microbatches:,} tasks done. "
         "The step is lost; a run resumes from its checkpoint."
     )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
-from axonn_jax.planner.simulate.replay import parse_task, replay
+from axonn_jax.planner.simulate.replay import Replay, parse_task, replay
 from axonn_jax.planner.simulate.simulator import TaskRun
 from axonn_jax.terminal import table
 from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
@@ -62,7 +62,7 @@ def run(args: Timeline) -> int:
         raise UserError("RUN_DIR", str(args.run_dir), f"a directory to write {PICTURE} in ({error.strerror})") from None
     figures = _figures([span for span in recorded if span.step == step], ranks_of(recorded))
     if played is not None:
-        figures |= {"replay": played}
+        figures |= {"replay": asdict(played)}
     if args.json:
         files = {"trace": str(args.run_dir / TIMELINE), "png": str(picture)}
         print(json.dumps({"step": step, "steps": steps, **figures, **files}))
@@ -70,9 +70,10 @@ def run(args: Timeline) -> int:
     print(f"step {step} (recorded: {_listed(steps)}), {figures['step_s'] * 1e3:,.3f} ms\n")
     print(_table(figures))
     if played is not None:
-        measured, simulated = played["measured_s"], played["simulated_s"]
-        under = f"simulated under {played['policy']}: {simulated * 1e3:,.3f} ms ({simulated / measured - 1:+.1%})"
-        print(f"\ntasks {measured * 1e3:,.3f} ms; {under}")
+        print(
+            f"\ntasks {played.measured_s * 1e3:,.3f} ms; simulated under {played.policy}: "
+            f"{played.simulated_s * 1e3:,.3f} ms ({played.simulated_s / played.measured_s - 1:+.1%})"
+        )
     print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
     return 0
 
@@ -82,17 +83,15 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
-def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> dict[str, Any]:
-    """Simulate a step's tasks, without the optimizer: seconds measured, and those under the policy."""
+def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replay:
+    """Simulate a step's tasks, without the optimizer."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
-        done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
+        return replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError("--step", step, f"a whole step to replay; this one has {error}") from None
-    seconds = {"measured_s": done.measured_s, "simulated_s": done.simulation.makespan}
-    return {"policy": policy, **seconds, "gap_s": done.gap_s, "message_s": done.message_s}
 
 
 def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:

@@ -57,8 +57,16 @@ def declare(
         *kernels.values(),
     )
     dispatch = _dispatch(at, moe, hidden, gates, training, duplicates)
-    kept = OwnBackward(_kept(at, moe, hidden, gates, training, entering), _moved(at, moe, hidden, gates))
-    return params, (Chain((router, *scores, kept, *weights, *dispatch), result_read=False),)
+    statistics, width, tokens = elements_of(at, moe, hidden, training)
+    kept = {
+        "none": statistics + (entering + (gates + 1) * width + tokens) * at.item,
+        "dots": statistics + gates * width * at.item,
+        "save_collectives": tokens * at.item,
+    }
+    # Choices are read and added to float32 results one by one, and the results written.
+    chosen = moe.per_token * (hidden * (at.item + 2 * FLOAT32) + (gates + 1) * moe.ffn / at.yx * at.item)
+    own = OwnBackward(kept, moved=chosen + at.expert * hidden * (FLOAT32 + at.item))
+    return params, (Chain((router, *scores, own, *weights, *dispatch), result_read=False),)
 
 
 def _kernels(moe: ExpertShape, hidden: int, gates: int) -> dict[str, Param]:
@@ -81,16 +89,6 @@ def _matmuls(at: Place, moe: ExpertShape, hidden: int, gates: int, training: Moe
     ffn, number = moe.ffn / at.yx, moe.experts / at.expert
     into = Multiply(rows, hidden, ffn, number, run_again=not training.drops)
     return (*[into] * gates, Multiply(rows, ffn, hidden, number))
-
-
-def _moved(at: Place, moe: ExpertShape, hidden: int, gates: int) -> float:
-    """Return the bytes moved by experts for each token in the forward pass, matmuls aside.
-
-    Choices are read and added to float32 results one by one, and the results written.
-    """
-    widths = (gates + 1) * moe.ffn / at.yx * at.item
-    chosen = moe.per_token * (hidden * (at.item + 2 * FLOAT32) + widths)
-    return chosen + at.expert * hidden * (FLOAT32 + at.item)
 
 
 def _dispatch(
@@ -143,18 +141,6 @@ def _by_gather(at: Place, sent: int, stream: int, chosen: int, apart: bool, matm
     yield scatter(TOKENS, ("x",), features)
     yield scatter(TOKENS, ("y",), everyone * stream) if apart else reduce(TOKENS, ("y",), everyone * stream)
     yield scatter(TOKENS, ("expert",), group * stream)
-
-
-def _kept(
-    at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
-) -> dict[str, float]:
-    """Return the bytes kept for each token by activation policy: scores, moved tokens, slots, the input."""
-    scores, width, tokens = elements_of(at, moe, hidden, training)
-    return {
-        "none": scores + (entering + (gates + 1) * width + tokens) * at.item,
-        "dots": scores + gates * width * at.item,
-        "save_collectives": tokens * at.item,
-    }
 
 
 def elements_of(at: Place, moe: ExpertShape, hidden: int, training: MoeConfig) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ from math import prod
 from typing import Literal
 
 from axonn_jax.ops.language import FLOAT32, Attend, Axes, Collective, Kind, Layer, Multiply, Op, OwnBackward, Read
+from axonn_jax.options import Activations, ReshardAfter
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 Row = tuple[str, Phase, Kind, Axes, int, int]
@@ -18,27 +19,28 @@ class StepPolicy:
 
     microbatches: int = 1
     """Parts of the batch, run one after the other."""
-    recompute: bool = False
-    """True if the backward pass runs blocks again."""
-    keeps_collectives: bool = False
-    """True if recomputation keeps the results of collectives (`save_collectives`)."""
+    activations: Activations = "none"
+    """Activation policy; `full`, `dots` and `offload` communicate the same, `save_collectives` only gathers again."""
+    reshard_after: ReshardAfter = "forward"
+    """When gathered weights are let go: after `forward` they are gathered again in recomputation."""
     scanned: bool = False
-    """True if blocks are the body of a loop (`tensor.scan_layers`)."""
-    keeps_weights: bool = False
-    """True if gathered weights stay for the backward pass."""
-    once: bool = False
-    """True if weights are gathered, and gradients scattered, once a step."""
+    """True if blocks are the body of a loop (`tensor.scan_layers`): each microbatch gathers their weights again."""
     gradient_item: int = FLOAT32
     """Bytes of an element of a gradient reduced over `z`."""
-    trained: float = 1.0
-    """Trained share of the entries of prunable parameters."""
+    density: float = 1.0
+    """Trained share of the entries of prunable parameters; slots to spare are left out."""
+
+    @property
+    def once(self) -> bool:
+        """True if weights are gathered, and sums of gradients reduce-scattered over `z`, once a step."""
+        return self.reshard_after == "step" and self.microbatches > 1
 
 
 def collectives(layers: Iterable[Layer], policy: StepPolicy) -> Iterator[Row]:
     """Yield every collective of a step before the update, in the order of the declaration."""
     for layer in layers:
         for chain in layer.chains:
-            again = len(chain.repeated()) if layer.in_block and policy.recompute else 0
+            again = len(chain.repeated()) if layer.in_block and policy.activations != "none" else 0
             for at, op in enumerate(chain.ops):
                 if isinstance(op, Collective):
                     yield from _runs(op, layer, policy, repeated=at < again)
@@ -50,7 +52,7 @@ def _runs(op: Collective, layer: Layer, policy: StepPolicy, *, repeated: bool) -
     if op.forward:
         # XLA hoists a weight's gather out of the loop over microbatches, but not out of the scan over layers.
         yield op.name, "forward", op.forward, op.axes, op.buffer, layer.count if weight and not looped else each
-        kept = policy.keeps_weights if weight else policy.keeps_collectives
+        kept = policy.reshard_after != "forward" if weight else policy.activations == "save_collectives"
         if op.always_repeated or (repeated and not kept):
             yield op.name, "recompute", op.forward, op.axes, op.buffer, each
     if op.backward:
@@ -73,7 +75,7 @@ def update_collectives(
     for layer in layers:
         for param in layer.params:
             split, elements = param.axes, param.elements
-            elements = round(elements * policy.trained) if param.prunable else elements
+            elements = round(elements * policy.density) if param.prunable else elements
             axes = tuple(axis for axis in token_axes if axis not in split)
             buffer = elements * FLOAT32 // prod([sizes[axis] for axis in split])
             yield param.name, "update", "all-reduce", axes, buffer, layer.count

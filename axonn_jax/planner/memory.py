@@ -8,15 +8,13 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
-from axonn_jax.backend.traits import computes_on_cores, keeps_score_gradients
+from axonn_jax.backend.traits import keeps_score_gradients
 from axonn_jax.models.config import ModelShape
+from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
 
 Precision = Literal["fp32", "bf16", "fp16"]
-_FP32 = 4
-_HALF = 2
-_STREAMED_BUCKETS = 3
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,15 @@ class ParamBytes:
 
 def itemsize(precision: Precision) -> int:
     """Bytes of an element in compute precision."""
-    return _FP32 if precision == "fp32" else _HALF
+    return FLOAT32 if precision == "fp32" else 2
 
 
 def device_state(
     params: float,
     precision: Precision,
     *,
-    gradient_item: int = _FP32,
+    kept: float | None = None,
+    gradient_item: int = FLOAT32,
     apart: bool = False,
     offload: bool = False,
     replicas: int = 1,
@@ -59,63 +58,35 @@ def device_state(
     `gradient_item` is a gradient's bytes, `replicas` the devices that share master weights and moments between them
     (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision weights, as they do where they are shared or,
     with `offload`, on the host; else the weights themselves are float32.
+
+    Of pruned parameters `kept` are trained: the weights are dense, all else is for those. For a share f of them that
+    is 2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has 2 + 24 f: it keeps
+    half-precision values and a cast copy besides). Slots to spare are left out.
     """
-    master, moments = _optimizer(params / replicas, precision, apart or offload or replicas > 1)
+    trained, apart = params if kept is None else kept, apart or offload or replicas > 1 or kept is not None
+    master, moments = _optimizer(trained / replicas, precision if kept is None else "bf16", apart)
     return ParamBytes(
-        weights=params * (itemsize(precision) if master else _FP32),
-        gradients=params * gradient_item,
+        weights=params * (itemsize(precision) if apart else FLOAT32),
+        gradients=trained * gradient_item,
         master=0.0 if offload else master,
         moments=0.0 if offload else moments,
+        positions=0.0 if kept is None else kept * FLOAT32,
     )
 
 
-def pruned_state(
-    params: float,
-    kept: float,
-    precision: Precision,
-    *,
-    gradient_item: int = _FP32,
-    offload: bool = False,
-    replicas: int = 1,
-) -> ParamBytes:
-    """Return the state of parameters of which `kept` are trained: dense weights, all else for those.
-
-    For a share f of them, 2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has
-    2 + 24 f: it keeps half-precision values and a cast copy besides). Slots to spare are left out.
-    """
-    return ParamBytes(
-        weights=params * itemsize(precision),
-        gradients=kept * gradient_item,
-        master=0.0 if offload else kept / replicas * _FP32,
-        moments=0.0 if offload else kept / replicas * 2 * _FP32,
-        positions=kept * _FP32,
-    )
-
-
-def host_state(params: float, precision: Precision, *, offload: bool = False, replicas: int = 1) -> ParamBytes:
-    """State of `params` parameters on the host: with offload moments and, of half-precision weights, masters."""
-    if not offload:
-        return ParamBytes()
-    master, moments = _optimizer(params / replicas, precision, apart=True)
-    return ParamBytes(master=master, moments=moments)
+def host_state(params: float, precision: Precision, replicas: int = 1) -> float:
+    """Bytes of `params` parameters' offloaded state: moments and, of half-precision weights, masters."""
+    return sum(_optimizer(params / replicas, precision, apart=True))
 
 
 def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float, float]:
     """Bytes of master weights and of Adam's moments."""
-    return (params * _FP32 if apart and precision != "fp32" else 0.0), params * 2 * _FP32
+    return (params * FLOAT32 if apart and precision != "fp32" else 0.0), params * 2 * FLOAT32
 
 
 def streamed_state(bucket: float, precision: Precision) -> float:
     """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
-    return _STREAMED_BUCKETS * host_state(bucket, precision, offload=True).total
-
-
-def staying_state(host: float, device: float, memory: float, platform: str) -> float:
-    """Bytes of offloaded state that a run keeps on a device of which it takes `device` of `memory` bytes.
-
-    It takes half of the memory left over (`memory.report.room`), and none on CPUs.
-    """
-    return 0.0 if computes_on_cores(platform) else min(host, max(0.0, memory - device) / 2)
+    return 3 * host_state(bucket, precision)
 
 
 @cache
@@ -137,18 +108,8 @@ def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens:
     They are a part's logits and their gradient in float32 (`loss_chunk`), the float32 sum of the weight's gradient (and
     the same scaled, where it is not added to a lookup's), and the stream with its gradient.
     """
-    weight = shape.hidden / x * columns * _FP32 * (1 if shape.tied else 2)
-    return 2 * loss_chunk(tokens, columns) * columns * _FP32 + weight + 3 * tokens * shape.hidden / x * item
-
-
-def gathered_weights(params: float, item: int) -> float:
-    """Bytes of a block's weights gathered over `z`, `params` before the split over it, and of their gradients."""
-    return 2 * params * item
-
-
-def bucket_buffers(params: float, bucket: float, gradient_item: int = _FP32) -> float:
-    """A bucket of gradients beside its reduced copy."""
-    return 2 * gradient_item * min(params, bucket)
+    weight = shape.hidden / x * columns * FLOAT32 * (1 if shape.tied else 2)
+    return 2 * loss_chunk(tokens, columns) * columns * FLOAT32 + weight + 3 * tokens * shape.hidden / x * item
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

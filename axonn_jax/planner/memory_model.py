@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from axonn_jax.grid import GridShape
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_block
 from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
-
-_FP32 = 4
 
 
 class MemoryModel:
@@ -23,7 +22,7 @@ class MemoryModel:
         self.request, self.ranks = request, Ranks(request)
         self._item = formulas.itemsize(request.precision)
         self._kernel = request.attention_form.kernel
-        self._block_of = cache(self._block_bytes)
+        self._block = cache(self._block_bytes)
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
@@ -58,9 +57,12 @@ class MemoryModel:
         return replace(use, staying=self.staying(state.host, use.total))
 
     def staying(self, host: float, device: float) -> float:
-        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes."""
+        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes.
+
+        A run takes half of the memory left over (`memory.report.room`), and none on CPUs.
+        """
         machine = self.request.machine.device
-        return formulas.staying_state(host, device, machine.program_bytes, machine.platform)
+        return 0.0 if computes_on_cores(machine.platform) else min(host, max(0.0, machine.program_bytes - device) / 2)
 
     def _once_gathered(self, candidate: Candidate, load: Load) -> tuple[float, float]:
         """Return bytes of a microbatch's whole gradients and of their sums' other shards, if weights are gathered once
@@ -88,14 +90,14 @@ class MemoryModel:
         tied, tables = self._tables(candidate, load, table * item)
         gathered = self._gathered(candidate, load) + tied
         block = kept + working + gathered
-        block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
+        block -= FLOAT32 * table / grid.z if whole and not shape.tied else 0.0
         head *= load.last
         if load.last:
             head += kept + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
-            head -= _FP32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
+            head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
+        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
@@ -125,27 +127,18 @@ class MemoryModel:
         looped = one * item * (1 if grid.z == 1 else 2 / grid.z)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             again = alone and candidate.activations != "none"
-            return looped + (block - experts + one) * _FP32 * again
+            return looped + (block - experts + one) * FLOAT32 * again
         if candidate.activations == "none" and alone:
             return load.blocks * block * item + looped
-        if not candidate.again and alone:
+        if candidate.keeps_weights and alone:
             return (load.blocks + 1) * block * item + looped
-        return formulas.gathered_weights(block - experts + one, item) + looped
+        return 2 * (block - experts + one) * item + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
         grid, each = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
-        key = (
-            grid.batch_shards,
-            grid.expert,
-            grid.y,
-            grid.x,
-            self.ranks.vocab(grid),
-            comm,
-            *each,
-            load.rank,
-        )
+        key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *each, load.rank)
         if key not in self._passes:
             self._passes[key] = self._kept(candidate, load)
         return self._passes[key]
@@ -159,18 +152,23 @@ class MemoryModel:
         gradient waits, a stage keeps the inputs of its products in place of those values, except the first stage, which
         has no input gradient to be ahead of.
         """
-        block, shape = self._block(candidate.grid, candidate.activations), self.request.shape
+        grid, shape = candidate.grid, self.request.shape
+        comm = self.request.comm(grid, candidate.activations)
+        block = self._block(grid.expert, grid.x, grid.y, candidate.activations, comm)
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
-        columns = self.ranks.vocab(candidate.grid) // candidate.grid.y
-        head = formulas.head_activations(shape, candidate.grid.x, columns, self._item, tokens)
-        scores = max(0.0, self._scores(candidate) - tokens * block.spare)
-        if candidate.grid.pipe == 1:
+        columns = self.ranks.vocab(grid) // grid.y
+        head = formulas.head_activations(shape, grid.x, columns, self._item, tokens)
+        heads = shape.heads // (grid.y * grid.x if comm.attention else grid.y) * candidate.sequences(self.request.batch)
+        scores = formulas.scores_bytes(self._kernel, self.request.machine.device.platform, heads, shape.seq_len)
+        scores = max(0.0, scores - tokens * block.spare)
+        if grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
-        late = self._late(candidate, load.rank) / stages
+        # Pairs of stage and microbatch that may wait for their weight gradient alone.
+        late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
         # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
-        handed = shape.hidden / candidate.grid.x * columns / tokens if load.last else 0.0
+        handed = shape.hidden / grid.x * columns / tokens if load.last else 0.0
         layers = load.blocks / stages
         groups = group_count(layers)
         together = layers if groups == 1 else group_size(int(layers))
@@ -179,7 +177,7 @@ class MemoryModel:
         host, working = (live * entering if block.host else 0.0), block.working
         if candidate.activations == "none":
             one = load.blocks * (block.kept - block.shown)
-            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else _FP32)
+            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else FLOAT32)
             working += block.shown
             working += together * block.released if late and entering else 0.0
         else:
@@ -194,11 +192,8 @@ class MemoryModel:
             working += handed * self._item
         return tokens * kept, tokens * working + scores, head, tokens * host
 
-    def _block(self, grid: GridShape, activations: Activations) -> BlockBytes:
-        """Bytes a token needs in a block."""
-        return self._block_of(grid.expert, grid.x, grid.y, activations, self.request.comm(grid, activations))
-
     def _block_bytes(self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm) -> BlockBytes:
+        """Return the bytes that a token needs in a block."""
         kinds = []
         for layer, count in self.request.shape.layer_kinds():
             block = block_activations(
@@ -208,19 +203,8 @@ class MemoryModel:
             kinds.append((block, count))
         return mean_block(kinds)
 
-    def _scores(self, candidate: Candidate) -> float:
-        """Bytes of scores at work in a block's backward pass."""
-        request, grid = self.request, candidate.grid
-        over = grid.y * grid.x if request.comm(grid, candidate.activations).attention else grid.y
-        heads = request.shape.heads // over * candidate.sequences(request.batch)
-        return formulas.scores_bytes(self._kernel, request.machine.device.platform, heads, request.shape.seq_len)
-
     def live(self, candidate: Candidate, rank: int) -> float:
         """Microbatches whose activations a rank keeps at once."""
         if candidate.grid.pipe == 1:
             return 1.0
         return self.request.schedule(candidate).live(candidate.pipeline, rank) / candidate.virtual_stages
-
-    def _late(self, candidate: Candidate, rank: int) -> int:
-        """Pairs of stage and microbatch that may wait on a rank for their weight gradient alone."""
-        return self.request.schedule(candidate).waiting(candidate.pipeline, rank)

@@ -1,9 +1,8 @@
 """Ranks of a pipeline: their share of the model, and its state in bytes; no jax."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.declared.transformer import describe_alone
@@ -118,46 +117,31 @@ class Ranks:
         """States of a grid so far, by rank and placement."""
         return self._states.setdefault(grid, {})
 
-    def _pruned_state(self, grid: GridShape, load: Load, offload: bool, zero: int) -> Iterator[formulas.ParamBytes]:
-        """Yield the state on the device of unpruned parameters, of pruned kernels, and of experts' kernels."""
-        request, pruned = self.request, self._pruned(grid, load)
-        (dense, experts), replicas = self.replicated(grid, load), grid.replicas if zero else 1
-        settings: dict[str, Any] = {"gradient_item": request.gradient_item, "offload": offload}
-        rest = dense - pruned
-        yield formulas.device_state(rest, request.precision, apart=True, replicas=replicas, **settings)
-        for params, over in ((pruned, replicas), (experts, grid.data if zero else 1)):
-            yield formulas.pruned_state(params, params * request.density, request.precision, replicas=over, **settings)
-
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, gradient_item, density = self.request, self.request.gradient_item, self.request.density
-        dense, experts = self.trained(grid, load)
-        parts = [(dense, grid.replicas if zero else 1), (experts, grid.data if zero else 1)]
-        apart = offload or (bool(zero) and grid.replicas > 1) or density < 1.0
+        (dense, experts), pruned = self.replicated(grid, load), self._pruned(grid, load)
+        of_dense, of_experts = (grid.replicas, grid.data) if zero else (1, 1)
+        held: list[tuple[float, float | None, int]] = [(dense, None, of_dense), (experts, None, of_experts)]
         if density < 1.0:
-            device = list(self._pruned_state(grid, load, offload, zero))
-        else:
-            device = [
-                formulas.device_state(
-                    params,
-                    request.precision,
-                    gradient_item=gradient_item,
-                    apart=apart,
-                    offload=offload,
-                    replicas=replicas,
-                )
-                for params, replicas in parts
-            ]
-        host = sum(
-            formulas.host_state(params, request.precision, offload=offload, replicas=replicas).total
-            for params, replicas in parts
-        )
+            held = [(dense - pruned, None, of_dense), (pruned, pruned * density, of_dense)]
+            held.append((experts, experts * density, of_experts))
+        device = [
+            formulas.device_state(
+                params, request.precision, kept=kept, gradient_item=gradient_item, offload=offload, replicas=replicas,
+                apart=(bool(zero) and grid.replicas > 1) or density < 1.0,
+            )
+            for params, kept, replicas in held
+        ]  # fmt: skip
+        dense, experts = self.trained(grid, load)
+        parts = [(dense, of_dense), (experts, of_experts)]
+        host = sum(formulas.host_state(params, request.precision, of) for params, of in parts) if offload else 0.0
         own = sum(params / replicas for params, replicas in parts)
         later = formulas.streamed_state(min(request.bucket, own), request.precision) if offload else 0.0
-        reduced = dense + (experts if grid.data > 1 else 0.0)
-        reduction = formulas.bucket_buffers(reduced, request.bucket, gradient_item) if grid.replicas > 1 else 0.0
-        if grid.pipe > 1 and zero and grid.replicas > 1:  # a program of its own takes the sums and gives a part
-            reduction += own * gradient_item
-        later = max(later, reduction)
+        if grid.replicas > 1:  # a bucket of gradients beside its reduced copy
+            reduction = 2 * gradient_item * min(dense + (experts if grid.data > 1 else 0.0), request.bucket)
+            if grid.pipe > 1 and zero:  # a program of its own takes the sums and gives a part
+                reduction += own * gradient_item
+            later = max(later, reduction)
         return RankState(
             sum(state.weights for state in device),
             sum(state.gradients for state in device),

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import Predicted
+from axonn_jax.planner.communication import Predicted, predict
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Candidate, Estimate, PlanRequest
@@ -118,8 +117,8 @@ def scaling(
     points = [(best[0].candidate.grid.devices, best[0].step_s)]
     for request in requests:
         free = [axis for axis in grid_axes(request.shape) if axis not in space.axes]
-        halves = set(_halved((one.candidate.grid for one in best[:_KEPT]), free))
-        grids = halves | set(_doubled(_halved(halves, free), free))
+        halves = set(_scaled((one.candidate.grid for one in best[:_KEPT]), free, 0.5))
+        grids = halves | set(_scaled(_scaled(halves, free, 0.5), free, 2))
         devices = points[-1][0] // 2
         try:
             best = search(request, devices, replace(space, grids=sorted(grids, key=str)), limit).best
@@ -129,16 +128,9 @@ def scaling(
     return points
 
 
-def _halved(grids: Iterable[GridShape], axes: Sequence[str]) -> Iterator[GridShape]:
-    """Grids with one of these axes halved."""
+def _scaled(grids: Iterable[GridShape], axes: Sequence[str], factor: float) -> Iterator[GridShape]:
+    """Grids with one of these axes larger by a factor, where that is a whole size."""
     for grid in grids:
         for axis in axes:
-            if getattr(grid, axis) % 2 == 0:
-                yield replace(grid, **{axis: getattr(grid, axis) // 2})
-
-
-def _doubled(grids: Iterable[GridShape], axes: Sequence[str]) -> Iterator[GridShape]:
-    """Grids with one of these axes doubled."""
-    for grid in grids:
-        for axis in axes:
-            yield replace(grid, **{axis: getattr(grid, axis) * 2})
+            if (size := getattr(grid, axis) * factor) == int(size):
+                yield replace(grid, **{axis: int(size)})

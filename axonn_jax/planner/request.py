@@ -9,8 +9,9 @@ from axonn_jax.hardware import AttentionDevice
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
+from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.planner.communication import StepSpec
 from axonn_jax.planner.machines.machine import Device, Machine
 from axonn_jax.planner.memory import Precision, itemsize
 from axonn_jax.schedule.policies import Policy, may_split, policy_of
@@ -43,24 +44,20 @@ _CUDNN = 91100
 """Version of cuDNN that supports every GPU, as machine files have none."""
 
 
-def described(device: Device) -> AttentionDevice:
-    """Return the traits of a machine file's device that decide the kernel of attention.
-
-    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
-    """
-    if device.platform != "cuda":
-        return AttentionDevice(device.platform, alone=False)
-    major, minor = str(float(device.capability)).split(".")
-    return AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
-
-
 def form_taken(
     device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN
 ) -> AttentionForm:
-    """The form that a program takes there which may choose."""
+    """The form that a program takes there which may choose.
+
+    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
+    """
     if not device.platform:
         return AttentionForm("blocked", "the machine file does not say device.platform")
-    return choose_form("auto", described(device), _DTYPES[precision], head_dim, seq, rule)
+    traits = AttentionDevice(device.platform, alone=False)
+    if device.platform == "cuda":
+        major, minor = str(float(device.capability)).split(".")
+        traits = AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
+    return choose_form("auto", traits, _DTYPES[precision], head_dim, seq, rule)
 
 
 @dataclass(frozen=True)
@@ -109,20 +106,16 @@ class PlanRequest:
 
     def step(self, candidate: "Candidate", sequences: int, comm: BlockComm) -> StepSpec:
         """Return the step of a candidate without a pipeline, of so many sequences over all devices."""
-        return StepSpec(
-            self.shape, candidate.grid, sequences, candidate.microbatches, itemsize(self.precision),
-            candidate.activations, reshard_after=candidate.reshard_after, comm=comm,
-            gradient_item=self.gradient_item, density=self.density, moe=self.moe, duplicates=self.duplicates,
+        policy = StepPolicy(
+            candidate.microbatches, candidate.activations, candidate.reshard_after,
+            gradient_item=self.gradient_item, density=self.density,
         )  # fmt: skip
+        item = itemsize(self.precision)
+        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, self.moe, self.duplicates)
 
     def schedule(self, candidate: "Candidate") -> Policy:
         """Return the policy of a candidate's pipeline."""
         return policy_of(self.policy, candidate.in_flight, may_split(self.split, candidate.activations))
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a step without recomputation, as published counts have them."""
-        return self.shape.step_flops(self.batch)
 
     def memory_limit(self) -> float:
         """Bytes that training may be predicted to take of a device, so that it fits where it takes more by `SHORT`."""
@@ -177,11 +170,6 @@ class Candidate:
     def keeps_weights(self) -> bool:
         """True if gathered weights stay for the backward pass."""
         return self.reshard_after != "forward"
-
-    @property
-    def again(self) -> bool:
-        """True if recomputation gathers weights again."""
-        return not self.keeps_weights and self.activations != "none"
 
     @cached_property
     def pipeline(self) -> PipelineShape:

@@ -125,7 +125,7 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
     rejected += [Rejected(f"{count} grid{'s' * (count != 1)}", why) for why, count in rules.most_common()]
     if not fits:
         raise _nothing(devices, rejected)
-    fits.sort(key=lambda one: one.order)
+    fits.sort(key=lambda one: sort_key(one.step_s, one.base, one.placement))
     prices = Prices(model)
     found_best = ranked(prices, fits, space, limit)
     by_grid: dict[GridShape, Estimate] = {}
@@ -284,14 +284,12 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         del fitting[0]
     found: Estimate | None = None
     for deeper in fitting:
-        if found is not None and (_always_at_work(found) or prices.tasks > _SIMULATED_TASKS):
-            break
+        if found is not None:
+            waits = found.bubble + found.exposed["pipe"] / found.step_s
+            if waits < 2 * _SHORTER or prices.tasks > _SIMULATED_TASKS:
+                break
         estimate = prices.price(deeper)
         if found is not None and estimate.step_s > found.step_s * (1 - _SHORTER):
             break
         found = estimate
     return found
-
-
-def _always_at_work(one: Estimate) -> bool:
-    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * _SHORTER

@@ -10,7 +10,6 @@ from axonn_jax.grid import GRID_AXES, GridShape, divisors
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
 from axonn_jax.schedule.policies import ByArrival, policy_of
 
@@ -34,8 +33,6 @@ class SearchSpace:
 
     axes: Mapping[str, int] = field(default_factory=dict)
     """Axes of the grid that are fixed."""
-    near: Sequence[str] = ()
-    """Axes whose groups must stay inside a node."""
     grids: Sequence[GridShape] | None = None
     """The only grids, if there is a list of them."""
     sequences: int | None = None
@@ -70,9 +67,7 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue
-        if any(not GroupLinks(grid, request.machine).near((axis,)) for axis in space.near):
-            rules[f"groups over {' or '.join(space.near)} leave a node"] += 1
-        elif request.batch % grid.batch_shards:
+        if request.batch % grid.batch_shards:
             batch = f"{request.batch} sequence{'s' * (request.batch != 1)}"
             rules[f"a batch of {batch} does not divide over {grid.batch_rule}"] += 1
         elif grid.pipe > segments(request):
@@ -150,11 +145,6 @@ class Priced(NamedTuple):
         """All of it."""
         return replace(self.base, offload=self.placement[0], zero=self.placement[1])
 
-    @property
-    def order(self) -> tuple[float, ...]:
-        """By time, then by how little it asks for."""
-        return sort_key(self.step_s, self.base, self.placement)
-
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
     """Key by which candidates are sorted: time, then the extent of memory-saving options."""
@@ -211,7 +201,7 @@ def _candidates(
 
 def front(found: Iterable[Priced]) -> list[Priced]:
     """Return the candidates that none beats in both time and memory, fastest first."""
-    return smaller(sorted(found, key=lambda one: one.order), lambda one: one.memory)
+    return smaller(sorted(found, key=lambda one: sort_key(one.step_s, one.base, one.placement)), lambda one: one.memory)
 
 
 def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:

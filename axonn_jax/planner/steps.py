@@ -8,8 +8,10 @@ from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.request import NO_OVERLAP, Candidate, Estimate, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.simulate.candidate import Prices, simulate_candidate
-from axonn_jax.planner.simulate.perturb import Outcome, Perturbation, simulate_perturbed
+from axonn_jax.planner.simulate.candidate import Prices
+from axonn_jax.planner.simulate.perturb import Perturbation, simulate_perturbed
+from axonn_jax.planner.simulate.simulator import Simulation
+from axonn_jax.planner.simulate.steady import pipelined
 from axonn_jax.planner.space import SearchSpace
 
 Progress = Callable[[str, int], Callable[[int], None]]
@@ -22,27 +24,16 @@ _STATIC: tuple[PipelinePolicy, ...] = ("gpipe", "interleaved", "zero-bubble")
 class SimulatedStep:
     """Simulated step, with the slowest pipeline and the others' times."""
 
-    slowest: Outcome
-    pipeline_s: float
-    """Seconds of the slowest pipeline."""
-    busy: list[float]
-    """Seconds that each rank works in the slowest pipeline."""
+    slowest: Simulation
     replicas_s: list[float]
     """Seconds of every pipeline that was simulated."""
     behind_s: float
     """Seconds of the update, of reductions once a step, and without a pipeline of work shared by microbatches."""
-    left_out: int = 0
-    """Microbatches of the steady stretch that were not simulated, each as long as those beside them."""
 
     @property
     def seconds(self) -> float | None:
         """Seconds of the whole step, None where a failure stops it."""
-        return self.pipeline_s + self.behind_s if self.slowest.finished else None
-
-    @property
-    def idle(self) -> float:
-        """Share of all ranks' time in which they do not work."""
-        return 1.0 - sum(self.busy) / (self.pipeline_s * len(self.busy)) if self.pipeline_s > 0 else 0.0
+        return self.slowest.makespan + self.behind_s if self.slowest.finished else None
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,8 @@ class Baseline:
     """None where it does not fit or does not end."""
     memory_bytes: float | None = None
     """None where no grid fits."""
-    why: str = ""
-    """Reason for which the baseline cannot run."""
+    why: str = "does not end"
+    """Reason for which there are no seconds."""
 
 
 def step(
@@ -82,20 +73,17 @@ def step(
     if not by.jitter and not by.failed:
         done = None if by.slow or drawn else prices.pipelined(candidate)
         if done is None:
-            slower = {at: seconds * by.slow.get(at[1] % grid.pipe, 1.0) for at, seconds in times.tasks.items()}
             news = progress(f"simulating {name}", tasks)
-            done = simulate_candidate(model, replace(times, tasks=slower), candidate, None if drawn else (), news)
-        outcome = Outcome(done.simulation, True, done.makespan)
-        return SimulatedStep(outcome, done.makespan, done.busy, [done.makespan], behind, done.left_out)
+            done = pipelined(times.slowed(by.slow), policy, shown=None if drawn else (), progress=news)
+        return SimulatedStep(done, [done.makespan], behind)
     by = replace(by, members=grid.inside.devices)
     count = min(replicas, grid.data) if by.jitter else 1
     outcomes = []
     for replica in range(count):
         news = progress(f"simulating {name}" + (f", replica {replica + 1} of {count}" if count > 1 else ""), tasks)
         outcomes.append(simulate_perturbed(times, policy, by, replica, news))
-    slowest = max(outcomes, key=lambda one: (not one.finished, one.simulation.makespan))
-    spent = [one.simulation.makespan for one in outcomes]
-    return SimulatedStep(slowest, slowest.simulation.makespan, slowest.simulation.busy, spent, behind)
+    slowest = max(outcomes, key=lambda one: (not one.finished, one.makespan))
+    return SimulatedStep(slowest, [one.makespan for one in outcomes], behind)
 
 
 def baselines(
@@ -116,7 +104,7 @@ def baselines(
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
         else:
-            yield _ended(name, step(others, candidate, by, replicas, progress, name), need)
+            yield Baseline(name, step(others, candidate, by, replicas, progress, name).seconds, need)
     flat_name = "1-D tensor parallelism"
     try:
         flat = tensor_1d(request, candidate.grid.devices, limit, space)
@@ -127,11 +115,8 @@ def baselines(
     slow, failed = {0: max(by.slow.values())} if by.slow else {}, {0: min(by.failed.values())} if by.failed else {}
     alone = replace(by, slow=slow, failed=failed)
     flatly = Prices(CostModel(replace(request, switches=NO_OVERLAP)))
-    yield _ended(flat_name, step(flatly, flat.candidate, alone, replicas, progress, flat_name), flat.memory.total)
-
-
-def _ended(name: str, done: SimulatedStep, memory: float) -> Baseline:
-    return Baseline(name, done.seconds, memory, "" if done.slowest.finished else "does not end")
+    done = step(flatly, flat.candidate, alone, replicas, progress, flat_name)
+    yield Baseline(flat_name, done.seconds, flat.memory.total)
 
 
 def tensor_1d(request: PlanRequest, devices: int, limit: float, space: SearchSpace | None = None) -> Estimate:

@@ -76,9 +76,9 @@ class _Line(NamedTuple):
 
 
 def draw(
-    spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, heading: str | None = None
+    spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, simulated: bool = False
 ) -> None:
-    """Draw one step as a PNG, by default the last whole one; `heading` replaces its length and idle share.
+    """Draw one step as a PNG, by default the last whole one; a simulated one's heading has no number of the step.
 
     Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. Times before the
     first task and after the last are not shown.
@@ -102,7 +102,8 @@ def draw(
     panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     whole = end - start
     length = f"{whole:,.3f} s" if whole >= 10 else f"{whole * 1e3:,.{1 if whole >= 0.01 else 3}f} ms"
-    heading = heading or f"step {step}: {length}, idle {sum(used) / ranks:.1%}"
+    heading = f"{whole:,.3f} s" if simulated else f"step {step}: {length}"
+    heading += f", idle {sum(used) / ranks:.1%}"
     figure.suptitle(
         f"{title} \N{EM DASH} {heading}" if title else heading, fontsize=10, color=_INK, parse_math=False, wrap=True
     )

@@ -82,15 +82,11 @@ class Recorder:
         """Record a span, times in seconds; a span of a step that was dropped already is dropped too."""
         spans = self._steps.get(step)
         if spans is None:
-            spans = self._first_of(step)
+            # Each line is one operation on the dictionary, so a thread that comes between two of them does no harm.
+            spans = self._steps.setdefault(step, [])
+            for old in sorted(self._steps)[: -self._limit]:
+                self._steps.pop(old, None)
         spans.append((rank, name, kind, start, end, step))
-
-    def _first_of(self, step: int) -> list[tuple[int, str, Kind, float, float, int]]:
-        # Each line is one operation on the dictionary, so a thread that comes between two of them does no harm.
-        spans = self._steps.setdefault(step, [])
-        for old in sorted(self._steps)[: -self._limit]:
-            self._steps.pop(old, None)
-        return spans
 
     def spans(self, step: int | None = None) -> list[Span]:
         """Return the spans of a step, or of all steps kept, in the order in which they were added."""

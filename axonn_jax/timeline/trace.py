@@ -39,17 +39,13 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
     steps are left out where there are more spans than `read_trace` reads.
     """
-    spans = _newest(spans)
-    lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
-    # A viewer may look while a run writes: the file is there whole, or as it was.
-    replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
-
-
-def _newest(spans: Sequence[Span]) -> Sequence[Span]:
     left = Counter(span.step for span in spans)
     while left.total() > _MOST_SPANS and len(left) > 1:
         del left[min(left)]
-    return [span for span in spans if span.step in left]
+    spans = [span for span in spans if span.step in left]
+    lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
+    # A viewer may look while a run writes: the file is there whole, or as it was.
+    replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Published runs of other systems in known configurations, and what is calibrated from those of one node."""
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,10 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import NO_OVERLAP, Candidate, Estimate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.space import SearchSpace
+from axonn_jax.planner.space import SearchSpace, legal_grids
 
 # FSDP, like SC 24, overlaps gathers and reductions of the backward pass, not forward all-reduces.
 BACKWARD = OverlapFlags(forward=False)
@@ -119,9 +121,11 @@ def megatron(job: PlanRequest, devices: int, limit: float, space: SearchSpace | 
         UserError: none fits.
     """
     chosen = space or SearchSpace()
-    only = replace(chosen, axes={**chosen.axes, "z": 1, "x": 1}, near=("y",))
+    only = replace(chosen, axes={**chosen.axes, "z": 1, "x": 1})
     static = replace(job, switches=NO_OVERLAP, policy="interleaved", split=False)
-    return search(static, devices, only, limit).best[0]
+    legal = legal_grids(static, devices, only, Counter())
+    near = [grid for grid in legal if GroupLinks(grid, job.machine).near(("y",))]
+    return search(static, devices, replace(only, grids=near), limit).best[0]
 
 
 def megatron_run(machine: Machine, row: tuple[Any, ...]) -> float:

@@ -9,9 +9,9 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.presets import preset
+from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.planner import memory
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
@@ -135,7 +135,7 @@ def larger_models() -> str:
 
 def _step(policy: str, *, duplicates: bool) -> StepSpec:
     shape, grid = replace(preset(f"ted-{BASE}-16e"), layers=2), GridShape(expert=EXPERTS, y=4)
-    return StepSpec(shape, grid, EXPERTS, 1, 2, policy, moe=CAPACITY, duplicates=duplicates)  # type: ignore[arg-type]
+    return StepSpec(shape, grid, EXPERTS, StepPolicy(1, policy), 2, moe=CAPACITY, duplicates=duplicates)
 
 
 def _collectives(policy: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from hlo.collectives import totals
 from plans import PLAN, SIMULATE, output
 
 from axonn_jax.cli.plan.flags import sequences
@@ -12,10 +13,9 @@ from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import Phase, StepSpec
+from axonn_jax.ops.costs import Phase, StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.planner.machines.machine_file import load_machine, machine_names
-from axonn_jax.planner.machines.network import totals
 from axonn_jax.train.validate import check
 
 
@@ -61,11 +61,9 @@ def test_explain_lists_the_collectives_of_the_first(capsys):
     argv = [*PLAN, "--grid.z", "2", "--grid.y", "2", "--grid.x", "2", "--zero", "1", "--explain"]
     found = json.loads(output(capsys, [*argv, "--json", "--top", "1"]))
     (best,) = found["configs"]
-    grid, options = (
-        GridShape(**{axis: best[axis] for axis in GRID_AXES}),
-        (best["microbatches"], 2, best["activations"]),
-    )
-    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, reshard_after=best["reshard_after"])
+    grid = GridShape(**{axis: best[axis] for axis in GRID_AXES})
+    policy = StepPolicy(best["microbatches"], best["activations"], best["reshard_after"])
+    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], policy, 2)
     assert sent_in(found["collectives"]) == totals(predict(work))
     phases = [one["phase"] for one in found["collectives"]]
     assert phases == sorted(phases, key=get_args(Phase).index)
@@ -78,15 +76,8 @@ def test_stages_of_a_pipeline_communicate_for_every_microbatch_as_scanned_layers
     argv = [*PLAN, "--grid.pipe", "2", "--grid.z", "4", "--grid.x", "2", "--explain"]
     found = json.loads(output(capsys, [*argv, "--json", "--top", "1"]))
     (best,) = found["configs"]
-    work = StepSpec(
-        preset("gpt-5b"),
-        GridShape(z=4, x=2),
-        found["batch_sequences"],
-        best["microbatches"],
-        2,
-        best["activations"],
-        True,
-    )
+    policy = StepPolicy(best["microbatches"], best["activations"], scanned=True)
+    work = StepSpec(preset("gpt-5b"), GridShape(z=4, x=2), found["batch_sequences"], policy, 2)
     blocks = [one for one in predict(work) if one.name.startswith("blocks")]
     assert sent_in(one for one in found["collectives"] if one["layer"].startswith("blocks")) == totals(blocks)
     assert "on all 2 stages together" in output(capsys, argv)

@@ -19,8 +19,7 @@ from axonn_jax.inference.programs import logits
 from axonn_jax.models.huggingface import from_huggingface, to_huggingface
 from axonn_jax.models.presets import preset
 from axonn_jax.models.vocabulary import fit_vocabulary
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.tensor import kernel_choice
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram

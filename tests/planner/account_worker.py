@@ -13,7 +13,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -28,6 +29,7 @@ for case in cases:
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
     comm = BlockComm(*map(bool, case.pop("comm")))
     grid, moe = GridShape(1, *case.pop("axes"), expert=case.pop("expert", 1)), MoeConfig(**case.pop("moe", {}))
-    done = account(StepSpec(shape, grid, comm=comm, moe=moe, **case))
+    sequences = case.pop("sequences")
+    done = account(StepSpec(shape, grid, sequences, StepPolicy(**case), comm=comm, moe=moe))
     rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
     print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

@@ -10,8 +10,8 @@ from compiled.accounting import Accounting, account
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict
 
 # Every size divides where some grid of 16 devices splits it sixteen ways, over two axes at once included.
 GPT = ModelShape(layers=2, hidden=64, heads=16, kv_heads=16, ffn=256, vocab=512, seq_len=32)
@@ -110,7 +110,7 @@ def test_a_difference_is_seen():
     done = account(work)
     assert done.exact
     assert done.ratio == 1.0
-    more = Accounting(predict(replace(work, activations="full")), done.compiled)
+    more = Accounting(predict(replace(work, policy=StepPolicy(activations="full"))), done.compiled)
     assert not more.exact
     assert more.ratio < 1
     wrong = [(row.kind, row.axes) for row in more.rows if row.predicted != row.compiled]

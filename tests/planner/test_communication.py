@@ -5,14 +5,14 @@ import sys
 from fractions import Fraction
 
 import pytest
+from hlo.collectives import totals
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
-from axonn_jax.planner.machines.network import totals
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict
 
 GPT = preset("gpt-5b")
 GRID = GridShape(pipe=1, data=2, z=4, y=8, x=2)
@@ -26,7 +26,7 @@ def find(predicted, name, phase, kind):
 
 @pytest.mark.parametrize("accumulate", [4, 2])
 def test_the_up_projection_is_the_table_of_the_algorithm(accumulate):
-    predicted = predict(StepSpec(GPT, GRID, sequences=64, microbatches=2, itemsize=2, gradient_item=accumulate))
+    predicted = predict(StepSpec(GPT, GRID, 64, StepPolicy(2, gradient_item=accumulate), itemsize=2))
     # The algorithm's table with k = 4096 over x, n = 16384 over y, m = 32 sequences x 2048 a microbatch, e = 2.
     k, n, m, steps = 4096, 16384, 32 * 2048, 24 * 2
     gathered = find(predicted, "blocks.mlp.up", "forward", "all-gather")
@@ -85,7 +85,7 @@ def test_one_device_communicates_nothing():
 
 
 def test_recomputation_gathers_again_and_skips_what_nothing_reads():
-    kept, again = (predict(StepSpec(GPT, GRID, 64, 2, activations=policy)) for policy in ("none", "full"))
+    kept, again = (predict(StepSpec(GPT, GRID, 64, StepPolicy(2, policy))) for policy in ("none", "full"))
     extra = {(one.name, one.kind) for one in again if one.phase == "recompute"}
     assert ("blocks.mlp.down", "all-gather") in extra
     assert ("blocks.mlp.down", "all-reduce") not in extra
@@ -98,7 +98,7 @@ def test_a_split_sequence_takes_one_more_gather_over_y_and_less_over_x(policy, s
     """A gather and a reduce-scatter have an all-reduce's bytes; each half of a block gathers once more."""
 
     def sent(split, axis, names):
-        found = predict(StepSpec(GPT, GRID, 64, 2, activations=policy, comm=BlockComm(sequence_split=split)))
+        found = predict(StepSpec(GPT, GRID, 64, StepPolicy(2, policy), comm=BlockComm(sequence_split=split)))
         return sum(one.bytes for one in found if one.over == axis and one.name.startswith(names))
 
     assert sent(True, "y", "blocks") == Fraction(share) * sent(False, "y", "blocks")
@@ -118,6 +118,6 @@ def test_a_grid_that_does_not_divide_is_refused():
 
 
 def test_predicting_imports_no_jax():
-    code = "import sys, axonn_jax.planner.communication.predict; print('jax' in sys.modules)"
+    code = "import sys, axonn_jax.planner.communication; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

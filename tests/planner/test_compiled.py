@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo.collectives import axes_finder, collectives, replica_groups
+from hlo.collectives import axes_finder, collectives, replica_groups, totals
 from hlo.program import Array, arrays, parse
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.planner.machines.network import ring_bytes, totals
+from axonn_jax.planner.machines.network import ring_bytes
 
 MESH = {"data": 2, "x": 4}
 

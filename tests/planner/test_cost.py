@@ -7,8 +7,8 @@ import pytest
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.cost_model.traffic import Traffic
 from axonn_jax.planner.machines.machine import CollectiveTime
@@ -35,7 +35,7 @@ def test_times_of_communication_are_those_of_the_exact_accounting(model, comm, p
     traffic = Traffic(PlanRequest(shape, A100, 1, "bf16"), comm)
     links = GroupLinks(GRID, A100)
     exact = 0.0
-    for one in predict(StepSpec(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, comm=comm)):
+    for one in predict(StepSpec(shape, GRID, GRID.batch_shards * sequences, StepPolicy(1, policy), 2, comm)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
     skipped = {"none": ("regather", "rereduce"), "full": (), "save_collectives": ("rereduce",)}[policy]
     lines = 0.0
@@ -129,7 +129,7 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory():
 def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weights_live(gather, policy):
     grid, links = GridShape(z=8), GroupLinks(GridShape(z=8), A100)
     one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Candidate(grid, 4, policy, reshard_after=gather))
-    work = StepSpec(JOB.shape, grid, 64, 4, 2, policy, reshard_after=gather)
+    work = StepSpec(JOB.shape, grid, 64, StepPolicy(4, policy, gather), 2)
     exact = sum(float(c.bytes) / links.rate(c.axes) + c.times * links.latency(c.kind, c.axes) for c in predict(work))
     assert one.comm_s["z"] == pytest.approx(exact)
 

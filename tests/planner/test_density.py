@@ -14,10 +14,10 @@ from axonn_jax.cli.main import main
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication.predict import predict_update
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict_update
 from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.memory import device_state, pruned_state
+from axonn_jax.planner.memory import device_state
 from axonn_jax.planner.rank_state import Ranks
 from axonn_jax.planner.request import PlanRequest
 from axonn_jax.train.config import MemoryConfig
@@ -26,10 +26,10 @@ from axonn_jax.train.trainer import Trainer
 
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.5])
 def test_bytes_a_pruned_parameter(density):
-    assert pruned_state(1.0, density, "bf16").total == pytest.approx(2 + 20 * density)
-    assert pruned_state(1.0, density, "bf16", gradient_item=2).total == pytest.approx(2 + 18 * density)
-    assert pruned_state(1.0, density, "fp32").total == pytest.approx(4 + 20 * density)
-    assert pruned_state(1.0, density, "bf16", offload=True).total == pytest.approx(2 + 8 * density)
+    assert device_state(1.0, "bf16", kept=density).total == pytest.approx(2 + 20 * density)
+    assert device_state(1.0, "bf16", kept=density, gradient_item=2).total == pytest.approx(2 + 18 * density)
+    assert device_state(1.0, "fp32", kept=density).total == pytest.approx(4 + 20 * density)
+    assert device_state(1.0, "bf16", kept=density, offload=True).total == pytest.approx(2 + 8 * density)
 
 
 def state(density):
@@ -81,7 +81,7 @@ def test_bad_densities(capsys):
 def test_gradients_of_kept_entries_travel_over_data():
     shape, grid = preset("gpt-2.7b"), GridShape(1, 8)
     dense, pruned = (
-        {row.name: row.bytes for row in predict_update(StepSpec(shape, grid, 8, density=density))}
+        {row.name: row.bytes for row in predict_update(StepSpec(shape, grid, 8, StepPolicy(density=density)))}
         for density in (1.0, 0.1)
     )
     kernels = [name for name in dense if name.startswith("blocks.") and "norm" not in name and "bias" not in name]

@@ -26,7 +26,7 @@ def test_nothing_disturbed_is_the_plain_simulation():
     plain = simulate(times.pipe_shape, policy_of("1f1b"), task_time=times.task, message_time=times.carried)
     found = simulate_perturbed(times, policy_of("1f1b"), Perturbation())
     assert found.finished
-    assert found.simulation.makespan == plain.makespan
+    assert found.makespan == plain.makespan
 
 
 def test_factors_have_mean_one_and_the_sigma_asked_for():
@@ -46,18 +46,16 @@ def test_the_slowest_of_many_members_counts():
 
 def test_the_seed_decides_and_replicas_differ():
     times, by = even(PipelineShape(4, 16)), Perturbation(jitter=0.4, seed=3)
-    first = simulate_perturbed(times, policy_of("message"), by).simulation.makespan
-    assert simulate_perturbed(times, policy_of("message"), by).simulation.makespan == first
-    assert simulate_perturbed(times, policy_of("message"), by, replica=1).simulation.makespan != first
-    assert (
-        simulate_perturbed(times, policy_of("message"), Perturbation(jitter=0.4, seed=4)).simulation.makespan != first
-    )
+    first = simulate_perturbed(times, policy_of("message"), by).makespan
+    assert simulate_perturbed(times, policy_of("message"), by).makespan == first
+    assert simulate_perturbed(times, policy_of("message"), by, replica=1).makespan != first
+    assert simulate_perturbed(times, policy_of("message"), Perturbation(jitter=0.4, seed=4)).makespan != first
 
 
 def test_a_slow_rank_sets_the_pace():
     times = even(PipelineShape(4, 32))
-    healthy = simulate_perturbed(times, policy_of("message"), Perturbation()).simulation
-    slow = simulate_perturbed(times, policy_of("message"), Perturbation(slow={2: 2.0})).simulation
+    healthy = simulate_perturbed(times, policy_of("message"), Perturbation())
+    slow = simulate_perturbed(times, policy_of("message"), Perturbation(slow={2: 2.0}))
     assert slow.busy[2] == pytest.approx(2 * healthy.busy[2])
     assert slow.makespan > slow.busy[2]
     assert slow.makespan < 1.15 * slow.busy[2]
@@ -65,16 +63,16 @@ def test_a_slow_rank_sets_the_pace():
 
 def test_a_failed_rank_stops_the_step_where_it_fails():
     times = even(PipelineShape(4, 16))
-    healthy = simulate_perturbed(times, policy_of("1f1b"), Perturbation()).simulation
+    healthy = simulate_perturbed(times, policy_of("1f1b"), Perturbation())
     failed = simulate_perturbed(times, policy_of("1f1b"), Perturbation(failed={2: 20.0}))
     assert not failed.finished
-    assert 20.0 < failed.stalled_at < healthy.makespan
-    mine = [span for span in failed.simulation.spans if span.rank == 2]
+    assert 20.0 < failed.makespan < healthy.makespan
+    mine = [span for span in failed.spans if span.rank == 2]
     assert max(span.end for span in mine) <= 20.0
     # Until the failure everything is as without it, and the others run dry: nobody gets all of its work done.
     before = {(span.task, span.start) for span in healthy.spans if span.end <= 20.0}
-    assert before <= {(span.task, span.start) for span in failed.simulation.spans}
-    assert all(busy < whole for busy, whole in zip(failed.simulation.busy, healthy.busy, strict=True))
+    assert before <= {(span.task, span.start) for span in failed.spans}
+    assert all(busy < whole for busy, whole in zip(failed.busy, healthy.busy, strict=True))
 
 
 def test_a_failure_after_the_end_changes_nothing():
@@ -85,8 +83,8 @@ def test_a_failure_after_the_end_changes_nothing():
 def test_thousands_of_ranks():
     times = even(PipelineShape(2048, 8))
     found = simulate_perturbed(times, policy_of("1f1b"), Perturbation(jitter=0.1))
-    assert len(found.simulation.spans) == 2048 * 8 * 2
-    assert found.simulation.makespan > 2047 * 3.0
+    assert len(found.spans) == 2048 * 8 * 2
+    assert found.makespan > 2047 * 3.0
 
 
 @pytest.mark.parametrize(

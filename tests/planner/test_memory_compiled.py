@@ -36,7 +36,7 @@ def test_state_is_that_of_the_accounting(precision, apart):
     real = state_bytes(shapes, parts.specs, parts.specs, mesh, dtypes, optax.adamw(1e-3), offload=apart)
     device = memory.device_state(SHAPE.params(), precision, offload=apart)
     assert device.total == real.device
-    assert memory.host_state(SHAPE.params(), precision, offload=apart).total == real.host
+    assert (memory.host_state(SHAPE.params(), precision) if apart else 0.0) == real.host
 
 
 @pytest.mark.parametrize(

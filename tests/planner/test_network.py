@@ -174,17 +174,6 @@ def test_what_is_said_of_the_node_is_what_is_priced(y, says):
     assert sum(says in sentence for sentence in explain(JOB, found, found.best[0])) == 1
 
 
-def test_axes_that_must_be_near_stay_inside_nodes_of_six():
-    job = replace(JOB, shape=replace(JOB.shape, heads=24, kv_heads=24, hidden=3072, ffn=12288))
-    for y in (4, 6, 12):
-        space = SearchSpace(axes={"z": 1, "y": y, "x": 1}, near=("y",))
-        if y == 6:
-            assert search(job, 48, space, 1e12).best[0].candidate.grid.y == 6
-        else:
-            with pytest.raises(ValueError, match="leave a node"):
-                search(job, 48, space, 1e12)
-
-
 @pytest.mark.parametrize("node", NODES)
 def test_a_mesh_is_priced_once_for_all_grids_it_lies_in_alike(node):
     for grid in GRIDS:

@@ -42,7 +42,7 @@ def check(seeds, least, most):
         whole, found = simulate(times.pipe_shape, policy, **work, shown=()), pipelined(times, policy)
         shortened += found.left_out > 0
         assert found.makespan == pytest.approx(whole.makespan, rel=0.005 if found.left_out else 1e-12), seed
-        assert found.simulation.pipe_shape.microbatches + found.left_out == times.pipe_shape.microbatches
+        assert found.pipe_shape.microbatches + found.left_out == times.pipe_shape.microbatches
         # No rank works longer than the step, which has a microbatch's least work for every one of them.
         most_work = max(times.work(rank, policy) for rank in range(times.pipe_shape.pipe))
         assert found.makespan >= max(found.busy) >= most_work * times.pipe_shape.microbatches * (1 - 1e-9)

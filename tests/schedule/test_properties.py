@@ -11,7 +11,7 @@ import pytest
 from spans import check_feasible
 
 import axonn_jax
-from axonn_jax.planner.simulate.simulator import drive, simulate
+from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.schedule.dispatcher import OrderedDispatcher
 from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import FIXED, policy_of
@@ -185,7 +185,8 @@ def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
         for follower, order in zip(followers, orders, strict=True):
             for task in order:
                 follower.append(task)
-        replay = drive(followers, task_time=lambda _: rng.random(), message_time=lambda _: rng.paretovariate(1.2))
+        times = {"task_time": lambda _: rng.random(), "message_time": lambda _: rng.paretovariate(1.2)}
+        replay = simulate(layout, policy, **times, ranks=followers)
         for follower, order in zip(followers, orders, strict=True):
             ran = [span.task for span in replay.spans if span.rank == follower.rank]
             assert ran == order

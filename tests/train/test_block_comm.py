@@ -20,8 +20,8 @@ from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.ops.costs import StepPolicy
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.step import compile_abstract
 
@@ -99,7 +99,7 @@ def test_auto_sends_no_more_than_either(model, policy):
             continue
 
         def sent(inner, grid=grid):
-            found = predict(StepSpec(shape, grid, 2, activations=policy, comm=inner))
+            found = predict(StepSpec(shape, grid, 2, StepPolicy(activations=policy), comm=inner))
             return sum(one.bytes for one in found if one.phase != "update")
 
         auto = choose_residual_comm("auto", shape, grid, policy)

@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -73,7 +73,8 @@ def run(args: Calibrate) -> int:
     Raises:
         UserError: a flag is wrong, or the devices are not as many as said.
     """
-    if args.out.suffix != ".toml" or not _writable(args.out.absolute()):
+    out = args.out.absolute()
+    if out.suffix != ".toml" or out.is_dir() or not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise UserError("--out", str(args.out), "a .toml file that can be written, in a directory that exists")
     from axonn_jax.distributed.initialize import start
 
@@ -90,10 +91,6 @@ def run(args: Calibrate) -> int:
         print(json.dumps(figures) if args.json else _table(figures))
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
-
-
-def _writable(path: Path) -> bool:
-    return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 def _devices() -> int:
@@ -116,7 +113,6 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     from axonn_jax import compat
     from axonn_jax.cli.calibrate import device as on_device
     from axonn_jax.cli.calibrate import links
-    from axonn_jax.cli.calibrate.timing import largest
 
     def say(what: str) -> None:
         if jax.process_index() == 0:
@@ -135,7 +131,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     lone = 0.0
     if jax.process_index() == 0 and len(everywhere) > 1:  # while the others wait
         lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
-    slower = max(1.0, largest(lone, together) / matmuls[dtype][sizes[-1]])
+    slower = max(1.0, on_device.largest(lone, together) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq)
     asked = compat.attention_device(device, alone=True)
@@ -183,8 +179,8 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
         return {}
     name = choose("auto", processes)
     if name == "local":
-        return {name: asdict(links.local_messages(devices, _MESSAGES, rounds))}
-    return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}
+        return {name: links.local_messages(devices, _MESSAGES, rounds)}
+    return {name: links.mpi_messages(name, _MESSAGES, rounds)}
 
 
 def platform_of(device: Any) -> dict[str, Any]:
@@ -202,11 +198,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     slower, count = figures["lone_over_all"], figures["devices"]
     matmuls = figures["matmul_flops_per_s"]
     peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
-    shares = (
-        {size: rate / peaks["bf16"] for size, rate in matmuls["bf16"].items()}
-        if "bf16" in matmuls
-        else {size: rate / peaks["fp32"] for size, rate in matmuls["fp32"].items()}
-    )
+    usual = "bf16" if "bf16" in matmuls else "fp32"
     collectives = tuple(CollectiveTime(**entry) for entry in figures["collectives"])
     pairs = [entry for entry in collectives if entry.kind == "all-reduce" and entry.size == 2 and entry.inner == 1]
     rate, latency = figures["memory_bytes_per_s"] / 2, figures["launch_s"]
@@ -242,7 +234,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         messages=tuple(
             Messages(name, entry["per_s"], entry["latency_s"]) for name, entry in figures["messages"].items()
         ),
-        matmuls=tuple(MatmulShare(size, share) for size, share in shares.items()),
+        matmuls=tuple(MatmulShare(size, rate / peaks[usual]) for size, rate in matmuls[usual].items()),
         collectives=collectives,
     )
     if figures["attention_kernel"] != usual_kernel(machine):  # of heads that the usual form does not take

@@ -1,7 +1,7 @@
-"""Rates of a device: matmuls, attention, norms and activation functions, the optimizer, copies."""
+"""Rates of a device: matmuls, attention, norms and activation functions, the optimizer, copies; how they are timed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,9 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.cli.calibrate.timing import Arrays, repeated, seconds, together
 from axonn_jax.tensor.attention import causal_attention
+from axonn_jax.tensor.specs import live_axes, shard_mapped
 
+Arrays = tuple[jax.Array, ...]
+Shapes = Sequence[tuple[int, ...]]
+_TIMED_S, _LEAST, _MOST = 0.08, 5, 100_000
 _STREAMED = 1 << 24
 _LONE = 10
 _BUFFERS = 64
@@ -25,6 +28,75 @@ _LIGHT_BYTES = 4 * 3 * (2 + 2 + 3)
 """
 _UPDATE_BYTES = 2 * 4 + 2 * 3 * 4
 """Per parameter: gradients read, weights written; master weights and moments read and written."""
+
+
+def seconds(call: Callable[[], Any], rounds: int) -> float:
+    """Return the median of `rounds` timed calls, each with its wait, after an untimed one."""
+    jax.block_until_ready(call())
+    taken = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        taken.append(time.perf_counter() - begin)
+    return median(taken)
+
+
+def largest(value: float, mesh: Mesh) -> float:
+    """Return the largest value of the mesh's processes; collective: none goes on before the last."""
+    spread, same = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
+    local = np.full(len(mesh.local_devices), value, np.float32)
+    with jax.set_mesh(mesh):
+        values = jax.make_array_from_process_local_data(spread, local)
+        return float(jax.jit(jnp.max, out_shardings=same)(values))
+
+
+def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh: Mesh) -> Callable[[int], Any]:
+    """Return a call of `body` so many times in a row in one program, on every device of the mesh at once.
+
+    `body` turns arrays of `shapes` on a device into such arrays, the input of the next run; the first input is ones.
+    """
+    axes = live_axes(mesh) or mesh.axis_names[:1]
+    mesh = Mesh(mesh.devices.reshape([mesh.shape[axis] for axis in axes]), axes)
+    spec = (P(axes),) * len(shapes)
+
+    def make() -> Arrays:
+        return tuple(jnp.ones((shape[0] * mesh.size, *shape[1:]), dtype) for shape in shapes)
+
+    def loop(count: jax.Array, arrays: Arrays) -> Arrays:
+        return lax.fori_loop(0, count, lambda _, held: body(held), arrays)
+
+    with jax.set_mesh(mesh):
+        made = jax.jit(make, out_shardings=tuple(NamedSharding(mesh, each) for each in spec))()
+        program = jax.jit(shard_mapped(loop, mesh, (P(), spec), spec, differentiated=False))
+
+    def call(count: int) -> Any:
+        with jax.set_mesh(mesh):  # not the run's, which may have other axes or devices
+            return program(jnp.int32(count), made)
+
+    return call
+
+
+def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
+    """Return the seconds of one repetition in a `repeated` call, by the slowest process.
+
+    Every process starts when the last is ready and runs long enough that all work at once and a program's first copies
+    do not count. Collective over the mesh.
+    """
+
+    def timed(count: int) -> float:
+        largest(0.0, mesh)
+        begin = time.perf_counter()
+        jax.block_until_ready(call(count))
+        return time.perf_counter() - begin
+
+    count = 1
+    while True:
+        few = largest(min(timed(count) for _ in range(2)), mesh) / count
+        if count >= _LEAST:
+            break
+        count = max(_LEAST, min(_MOST, int(_TIMED_S / few)))
+    count = max(count, min(_MOST, int(_TIMED_S / few)))  # a program's start was much of a short one
+    return largest(median(timed(count) for _ in range(rounds)), mesh) / count
 
 
 def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
@@ -135,13 +207,13 @@ def program_seconds(rounds: int) -> float:
         return seconds(lambda: program(values), 20 * rounds)
 
 
-def host_rate(rounds: int, size: int = _STREAMED) -> float:
+def host_rate(rounds: int) -> float:
     """Bytes a second of a copy between a device and the host, the slower way."""
     mesh, taken = _alone(), []
     here = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
         add = jax.jit(lambda a: a + 1.0)
-        held = jax.block_until_ready(add(jax.device_put(np.ones(size, np.float32), here)))
+        held = jax.block_until_ready(add(jax.device_put(np.ones(_STREAMED, np.float32), here)))
         for _ in range(rounds + 1):
             begin = time.perf_counter()
             values = np.array(held)
@@ -149,7 +221,7 @@ def host_rate(rounds: int, size: int = _STREAMED) -> float:
             moved = jax.block_until_ready(jax.device_put(values, here, may_alias=False))
             taken.append(max(copied - begin, time.perf_counter() - copied))
             held = jax.block_until_ready(add(moved))  # a new array: jax keeps the host's copy of an old one
-    return 4.0 * size / median(taken[1:])
+    return 4.0 * _STREAMED / median(taken[1:])
 
 
 def _alone() -> Mesh:

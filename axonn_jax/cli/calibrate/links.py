@@ -3,7 +3,6 @@
 import queue
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, get_args
@@ -16,21 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.repairs import reduce_scatter
-from axonn_jax.cli.calibrate.timing import Arrays, repeated, seconds, together
+from axonn_jax.cli.calibrate.device import Arrays, repeated, seconds, together
 from axonn_jax.distributed.initialize import meet
 from axonn_jax.planner.machines.machine import Measured
 
 KINDS: tuple[Measured, ...] = get_args(Measured)
 _AXES = ("outer", "group", "inner")
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Fixed time of an operation, and the rate of the rest, which grows with size."""
-
-    latency_s: float
-    per_s: float
-    """Bytes a second."""
+Rate = dict[str, float]
+"""Seconds before a message's first byte, and bytes a second behind it."""
 
 
 def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
@@ -131,4 +123,4 @@ def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) 
 
 def _rate(taken: Sequence[float], sent: float) -> Rate:
     """Return the rate: the smallest message's time is the latency, the largest message's further time the slope."""
-    return Rate(taken[0], sent / max(taken[-1] - taken[0], 0.1 * taken[-1]))
+    return {"latency_s": taken[0], "per_s": sent / max(taken[-1] - taken[0], 0.1 * taken[-1])}

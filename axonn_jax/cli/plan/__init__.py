@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from typing import Any, get_args
 
 from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
@@ -10,11 +9,9 @@ from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.ops.costs import Phase
-from axonn_jax.planner.communication.step import Predicted
 from axonn_jax.planner.report import explain, step_collectives
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
-from axonn_jax.planner.search import TIE
-from axonn_jax.planner.search import SearchResult as SearchResult
+from axonn_jax.planner.search import TIE, SearchResult
 from axonn_jax.planner.space import grid_axes
 from axonn_jax.terminal import Ticker, table
 
@@ -99,35 +96,27 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
             }
             for estimate in result.in_order()[: args.top]
         ],
-        **({"collectives": [_collective(one) for one in _sent(request, result.in_order()[0])]} if args.explain else {}),
+        **({"collectives": _collectives(request, result.in_order()[0])} if args.explain else {}),
         "pareto": [_config(request, estimate) for estimate in result.pareto],
         "rejected": [asdict(rejected) for rejected in result.rejected],
         "examined": result.examined,
     }
 
 
-def _sent(request: PlanRequest, estimate: Estimate) -> list[Predicted]:
+def _collectives(request: PlanRequest, estimate: Estimate) -> list[dict[str, Any]]:
     """Collectives of a configuration's step, by phase."""
-    return sorted(step_collectives(request, estimate.candidate), key=lambda one: get_args(Phase).index(one.phase))
-
-
-def _collective(one: Predicted) -> dict[str, Any]:
-    fields_of = {"phase": one.phase, "kind": one.kind, "axes": one.over, "layer": one.name}
-    return {**fields_of, "times": one.times, "bytes": float(one.bytes)}
-
-
-def _megabytes(size: Fraction | int) -> str:
-    return f"{float(size) / 1e6:,.3f}"
+    sent = sorted(step_collectives(request, estimate.candidate), key=lambda one: get_args(Phase).index(one.phase))
+    heads = ("phase", "kind", "axes", "layer", "times", "bytes")
+    rows = ((one.phase, one.kind, one.over, one.name, one.times, float(one.bytes)) for one in sent)
+    return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
     """Table of the collectives of a configuration's step."""
-    sent, grid = _sent(request, estimate), estimate.candidate.grid
+    sent, grid = _collectives(request, estimate), estimate.candidate.grid
     heads = ("phase", "collective", "axes", "layer", "times", "MB")
-    rows: list[tuple[str, ...]] = [
-        (one.phase, one.kind, one.over, one.name, f"{one.times:,}", _megabytes(one.bytes)) for one in sent
-    ]
-    rows.append(("all", "", "", "", "", _megabytes(sum(one.bytes for one in sent))))
+    rows = [(*list(one.values())[:4], f"{one['times']:,}", f"{one['bytes'] / 1e6:,.3f}") for one in sent]
+    rows.append(("all", "", "", "", "", f"{sum(one['bytes'] for one in sent) / 1e6:,.3f}"))
     stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
     zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]
     title = f"Collectives of the first, in MB sent by a device in a step{stages}:"
@@ -174,7 +163,9 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         ]
     if result.rejected:
         lines += ["", "Left out:"]
-        lines += [f"  {rejected.grid}: {rejected.why}" for rejected in _few(result)]
+        closest = [rejected for rejected in result.rejected if rejected.grid.startswith("pipe")][:3]
+        rules = [rejected for rejected in result.rejected if not rejected.grid.startswith("pipe")]
+        lines += [f"  {rejected.grid}: {rejected.why}" for rejected in (*closest, *rules)]
     lines += [
         "",
         "To run the first (CONFIG.toml names the data):",
@@ -192,19 +183,12 @@ def _limited(request: PlanRequest, limit: float) -> str:
     return f"{text} ({margin} of {device.memory_bytes / 1e9:.1f})"
 
 
-def _few(result: SearchResult) -> list[Any]:
-    """Return the grids closest to fitting, and the rules."""
-    single = [rejected for rejected in result.rejected if rejected.grid.startswith("pipe")]
-    rules = [rejected for rejected in result.rejected if not rejected.grid.startswith("pipe")]
-    return [*single[:3], *rules]
-
-
 def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    kept = chosen(request, candidate)["reshard_after"]
-    extra = [candidate.activations] + ([f"reshard_after {kept}"] if candidate.keeps_weights else [])
+    extra: list[str] = [candidate.activations]
+    extra += [f"reshard_after {candidate.reshard_after}"] if candidate.keeps_weights else []
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 

@@ -1,6 +1,6 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -9,7 +9,6 @@ from axonn_jax.cli.plan.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
-from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
 from axonn_jax.options import (
     Activations,
@@ -117,10 +116,15 @@ class Question(NamedTuple):
     """Usable bytes of a device's memory."""
 
     def answer(self, limited: bool = True) -> SearchResult:
-        """The search; `limited=False` takes no notice of the devices' memory. Raises ``UserError`` if nothing fits."""
+        """The search; `limited=False` takes no notice of the devices' memory.
+
+        Raises:
+            UserError: no grid is legal, or nothing fits.
+        """
         try:
             return search(self.request, self.devices, self.space, self.limit if limited else float("inf"))
         except UserError as error:
+            check_legal(self.request, self.devices, self.space)
             if not limited or self.limit >= self.request.memory_limit():
                 raise
             closest = str(error).partition("; ")[2]
@@ -133,8 +137,8 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
-    shape = shape if layers is None else replace(shape, layers=layers)
+    changed = {name: size for name, size in (("seq_len", args.seq), ("layers", layers)) if size is not None}
+    shape, machine = preset(args.model, **changed), load_machine(args.machine).shared(args.devices)
     batch = SEQUENCES * args.devices
     if args.batch_tokens is not None:
         batch = sequences(args.batch_tokens, shape.seq_len)
@@ -145,20 +149,11 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
     request = PlanRequest(
-        shape,
-        machine,
-        batch,
-        precision,
-        density=args.density,
-        switches=_switches(args.overlap),
-        policy=args.policy,
-        split=split,
-        sequence_split=args.sequence_parallel,
-        residual_comm=args.residual_comm,
-    )
-    limit, space = _limit(args.memory_limit, request), _space(args)
-    check_legal(request, args.devices, space)
-    return Question(request, args.devices, space, limit)
+        shape, machine, batch, precision, density=args.density, switches=_switches(args.overlap), policy=args.policy,
+        split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
+    )  # fmt: skip
+    limit = _limit(args.memory_limit, request)
+    return Question(request, args.devices, _space(args), limit)
 
 
 def _space(args: PlanFlags) -> SearchSpace:
@@ -181,11 +176,6 @@ def _space(args: PlanFlags) -> SearchSpace:
         virtual_stages=(1, 2, 4) if stages is None else (stages,),
         reshard_after=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
     )
-
-
-def model_of(args: PlanFlags) -> ModelShape:
-    """Return the preset, with sequences of `--seq` tokens if given."""
-    return preset(args.model) if args.seq is None else preset(args.model, seq_len=args.seq)
 
 
 def sequences(text: str, seq: int) -> int:

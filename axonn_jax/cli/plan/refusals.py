@@ -1,8 +1,8 @@
 """Refusal of flags for which there is no grid: names the flag at fault and legal values."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, divisors
@@ -13,23 +13,7 @@ _SHOWN = 8
 """Most values in a message."""
 _STAGES = tuple(range(1, 17))
 """Numbers of virtual stages tried for a message."""
-
-Legal = tuple[dict[str, int], int, int]
-"""Sizes of a grid's axes, sequences of a microbatch, virtual stages."""
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """Given flag."""
-
-    flag: str
-    value: int
-    free: Callable[[SearchSpace], SearchSpace]
-    """Search space without the flag."""
-    alone: SearchSpace
-    """Search space with no other flag given."""
-    of: Callable[[Legal], int]
-    """Value of the flag in a legal combination."""
+_MICROBATCH, _VIRTUAL = "--microbatch", "--virtual-stages"
 
 
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
@@ -37,23 +21,22 @@ def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
 
     The flag at fault alone excludes all grids; else the first flag without which some are legal.
     """
-    if next(_legal(request, devices, space), None) is not None:
+    if any(_legal(request, devices, space)):
         return
-    fixed = list(_fixed(space))
-    wrong = next((flag for flag in fixed if next(_legal(request, devices, flag.alone), None) is None), None)
+    fixed = {f"--grid.{axis}": size for axis, size in space.axes.items()}
+    fixed |= {} if space.sequences is None else {_MICROBATCH: space.sequences}
+    fixed |= {_VIRTUAL: space.virtual_stages[0]} if len(space.virtual_stages) == 1 else {}
+    wrong = next((flag for flag in fixed if not any(_legal(request, devices, _only(flag, space)))), None)
     for flag in [wrong] if wrong else fixed:
-        among = [(flag.free(space), " beside the other flags"), (flag.free(flag.alone), "")]
+        among = [(_without(flag, space), " beside the other flags"), (_without(flag, SearchSpace()), "")]
         for left, suffix in among[: 2 if wrong else 1]:
-            values = sorted(
-                {flag.of(legal) for legal in _legal(request, devices, left)}, key=lambda v: abs(v - flag.value)
-            )
-            if values:
-                raise UserError(
-                    flag.flag, flag.value, _accepted(request, devices, values, suffix if len(fixed) > 1 else "")
-                )
+            values = {legal[flag] for legal in _legal(request, devices, left)}
+            if nearest := sorted(values, key=lambda value: abs(value - fixed[flag])):
+                accepted = _accepted(request, devices, nearest, suffix if len(fixed) > 1 else "")
+                raise UserError(flag, fixed[flag], accepted)
     if fixed:
-        flags, given = ", ".join(flag.flag for flag in fixed), ", ".join(str(flag.value) for flag in fixed)
-        raise UserError(flags, given, f"values that go together; {_why(request, devices, space)}")
+        accepted = f"values that go together; {_why(request, devices, space)}"
+        raise UserError(", ".join(fixed), ", ".join(map(str, fixed.values())), accepted)
     raise UserError("--devices", devices, f"a number for which a grid is legal; {_why(request, devices, space)}")
 
 
@@ -73,47 +56,32 @@ def _why(request: PlanRequest, devices: int, space: SearchSpace) -> str:
     return "; ".join(f"{count:,} grid{'s' * (count != 1)}: {why}" for why, count in rules.most_common(2))
 
 
-def _fixed(space: SearchSpace) -> Iterator[_Fixed]:
-    for name, size in space.axes.items():
-        yield _axis(name, size)
-    if space.sequences is not None:
-        yield _Fixed(
-            "--microbatch",
-            space.sequences,
-            lambda space: replace(space, sequences=None),
-            SearchSpace(sequences=space.sequences),
-            lambda legal: legal[1],
-        )
-    if len(space.virtual_stages) == 1:
-        yield _Fixed(
-            "--virtual-stages",
-            space.virtual_stages[0],
-            lambda space: replace(space, virtual_stages=_STAGES),
-            SearchSpace(virtual_stages=space.virtual_stages),
-            lambda legal: legal[2],
-        )
+def _without(flag: str, space: SearchSpace) -> SearchSpace:
+    """Return a search space with the value of a flag free."""
+    if flag == _MICROBATCH:
+        return replace(space, sequences=None)
+    if flag == _VIRTUAL:
+        return replace(space, virtual_stages=_STAGES)
+    return replace(space, axes={axis: size for axis, size in space.axes.items() if f"--grid.{axis}" != flag})
 
 
-def _axis(name: str, size: int) -> _Fixed:
-    def free(space: SearchSpace) -> SearchSpace:
-        return replace(space, axes={name_: size for name_, size in space.axes.items() if name_ != name})
+def _only(flag: str, space: SearchSpace) -> SearchSpace:
+    """Return a search space in which this flag alone is fixed."""
+    if flag == _MICROBATCH:
+        return SearchSpace(sequences=space.sequences)
+    if flag == _VIRTUAL:
+        return SearchSpace(virtual_stages=space.virtual_stages)
+    return SearchSpace(axes={axis: size for axis, size in space.axes.items() if f"--grid.{axis}" == flag})
 
-    return _Fixed(f"--grid.{name}", size, free, SearchSpace(axes={name: size}), lambda legal: legal[0][name])
 
-
-def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[Legal]:
-    """Yield the combinations of a search, any size of microbatch included."""
+def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[dict[str, int]]:
+    """Yield the combinations of a search by flag, any size of microbatch included."""
     for grid in legal_grids(request, devices, space, Counter[str]()):
-        each = request.batch // grid.batch_shards
-        sizes = [
-            size
-            for size in (divisors(each) if space.sequences is None else [space.sequences])
-            if each % size == 0 and (grid.pipe == 1 or each // size >= grid.pipe)
-        ]
-        stages = (
-            [many for many in space.virtual_stages if grid.pipe * many <= segments(request)] if grid.pipe > 1 else [1]
-        )
-        axes = {axis: getattr(grid, axis) for axis in GRID_AXES}
+        each, pipe = request.batch // grid.batch_shards, grid.pipe
+        wanted = divisors(each) if space.sequences is None else [space.sequences]
+        sizes = [size for size in wanted if each % size == 0 and (pipe == 1 or each // size >= pipe)]
+        stages = [many for many in space.virtual_stages if pipe * many <= segments(request)] if pipe > 1 else [1]
+        axes = {f"--grid.{axis}": getattr(grid, axis) for axis in GRID_AXES}
         for many in stages if sizes else ():
             for size in sizes:
-                yield axes, size, many
+                yield {**axes, _MICROBATCH: size, _VIRTUAL: many}

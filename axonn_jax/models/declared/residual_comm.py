@@ -9,11 +9,11 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import alone, describe
 from axonn_jax.ops.costs import StepPolicy, collectives
 from axonn_jax.ops.language import Layer
-from axonn_jax.options import ResidualComm
+from axonn_jax.options import Activations, ResidualComm
 
 
 def choose_residual_comm(
-    wanted: ResidualComm, shape: ModelShape, grid: GridShape, activations: str, *, sequence_split: bool = False
+    wanted: ResidualComm, shape: ModelShape, grid: GridShape, activations: Activations, *, sequence_split: bool = False
 ) -> BlockComm:
     """Return the wanted communication; for `auto` the one that sends less over `x` under a policy of activations.
 
@@ -26,7 +26,7 @@ def choose_residual_comm(
         return both
     if grid.x == 1 or wanted == "all_reduce" or sequence_split:
         return BlockComm(sequence_split=sequence_split)
-    policy = StepPolicy(recompute=activations != "none", keeps_collectives=activations == "save_collectives")
+    policy = StepPolicy(activations=activations)
 
     def gathers(half: BlockComm) -> bool:
         return half.fits(shape, grid) and _sends_less(shape, grid.y, grid.x, half, policy)

@@ -8,8 +8,7 @@ from axonn_jax.grid import REPLICA_AXES, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
-from axonn_jax.planner.cost_model.compute import Compute
-from axonn_jax.planner.cost_model.part_times import PartTimes, Times
+from axonn_jax.planner.cost_model.compute import Compute, PartTimes, Times
 from axonn_jax.planner.cost_model.traffic import Part, Traffic
 from axonn_jax.planner.machines.network import GroupLinks, copies
 from axonn_jax.planner.memory_model import MemoryModel
@@ -20,9 +19,6 @@ from axonn_jax.schedule.partition import SegmentCost, partition
 Parts = list[tuple[Part, float, Times]]
 """Parts of a rank: kind, number of them, and times of a microbatch in one."""
 
-Stages = tuple[tuple[Segment, ...], list[range]]
-"""Segments of a model, and the range of them that each virtual stage holds."""
-
 _POWER = 8
 """Exponent with which a pipeline's period turns from work to messages."""
 
@@ -32,15 +28,12 @@ class CostModel:
 
     def __init__(self, request: PlanRequest):
         self.request = request
-        self.priced = cache(self._priced)
+        self.priced = cache(lambda comm: (Compute(request, comm), Traffic(request, comm)))
+        """Computation and traffic for a communication of blocks."""
         self.compute, self.traffic = self.priced(BlockComm(sequence_split=request.sequence_split))
         self.footprint = MemoryModel(request)
         self._tasks: dict[tuple[int, GridShape, BlockComm], PartTimes] = {}
         self._once: dict[GridShape, dict[StatePlacement, float]] = {}
-
-    def _priced(self, comm: BlockComm) -> tuple[Compute, Traffic]:
-        """Return computation and traffic for this communication of blocks."""
-        return Compute(self.request, comm), Traffic(self.request, comm)
 
     def tasks(self, candidate: Candidate) -> PartTimes:
         """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
@@ -51,13 +44,6 @@ class CostModel:
             mesh = replace(grid.inside, pipe=placed)
             self._tasks[key] = PartTimes(mesh, self.request, *self.priced(comm))
         return self._tasks[key]
-
-    def stages(self, pipe: int, virtual_stages: int) -> Stages:
-        """The model's segments, and which of them each virtual stage holds, cut as a run cuts them.
-
-        Raises ``UserError`` where there are fewer segments than virtual stages.
-        """
-        return _stages(self.request.shape, pipe, virtual_stages)
 
     def bound(self, grid: GridShape, reductions: bool = True) -> float:
         """Return a lower bound on the seconds of every candidate on this grid, for any communication of blocks.
@@ -88,9 +74,7 @@ class CostModel:
     def pipeline_s(self, candidate: Candidate, parts: Parts | None = None) -> float:
         """Seconds from the first microbatch to the last, offload and ZeRO aside; `parts` are of the busiest rank."""
         parts = parts or self.busiest(candidate)
-        busy = candidate.microbatches * (
-            sum(count * times.total for _, count, times in parts) + self._programs(candidate)
-        )
+        busy = candidate.microbatches * (_sum(parts, "total") + self._programs(candidate))
         wait, messages = self._waits(candidate, parts)
         return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(candidate, parts))
 
@@ -138,7 +122,7 @@ class CostModel:
         return Estimate(
             candidate,
             step_s := self.pipeline_s(candidate) + self.once_s(candidate.grid, placement, memory.total),
-            compute_s=candidate.microbatches * sum(count * times.compute for _, count, times in parts),
+            compute_s=candidate.microbatches * _sum(parts, "compute"),
             update_s=self._update(candidate.grid, load, placement, memory.total),
             bubble=wait / step_s,
             memory=memory,
@@ -163,24 +147,19 @@ class CostModel:
 
     def busiest(self, candidate: Candidate) -> Parts:
         """The parts of the busiest rank, whatever is in flight."""
-        return max(self._ranks(candidate), key=lambda parts: sum(count * times.total for _, count, times in parts))
-
-    def _ranks(self, candidate: Candidate) -> list[Parts]:
-        """The parts of every rank that may be the busiest."""
         tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
-        block, first, last = (
-            tasks.times(part, sequences, candidate.activations, gathers, candidate.lifetime)
-            for part in ("block", "first", "last")
-        )
+        block = tasks.times("block", sequences, candidate.activations, gathers, candidate.lifetime)
+        ends: tuple[Part, Part] = ("first", "last")
+        first, last = (tasks.times(part, sequences, "none", gathers, candidate.lifetime) for part in ends)
         found: list[Parts] = []
         for load in self.footprint.ranks.loads(candidate.grid.pipe):
             parts: Parts = [("block", load.blocks, block)]
             parts += [("first", 1.0, first)] if load.first else []
             parts += [("last", 1.0, last)] if load.last else []
             found.append(parts)
-        return found
+        return max(found, key=lambda parts: _sum(parts, "total"))
 
     def _largest(self, grid: GridShape) -> Load:
         """The rank with the most parameters."""
@@ -195,9 +174,7 @@ class CostModel:
         pipe, stages = candidate.grid.pipe, candidate.virtual_stages
         if pipe == 1:
             return 0.0, 0.0
-        forward = sum(count * times.forward for _, count, times in parts)
-        inputs = sum(count * times.inputs for _, count, times in parts)
-        weights = sum(count * times.weights for _, count, times in parts)
+        forward, inputs, weights = (_sum(parts, task) for task in ("forward", "inputs", "weights"))
         split, message = self.request.schedule(candidate).splits, self.message(candidate)
         work = forward + inputs + weights
         unit = forward + max(0.0, inputs - weights) if split else work
@@ -262,8 +239,17 @@ class CostModel:
         return self.compute.update(dense + experts, own, self.request.gradient_item, travelling)
 
 
+def _sum(parts: Parts, name: str) -> float:
+    """Return the seconds of a microbatch in all parts of a rank, by the name of `Times`."""
+    return sum(count * getattr(times, name) for _, count, times in parts)
+
+
 @cache
-def _stages(shape: ModelShape, pipe: int, virtual_stages: int) -> Stages:
+def stages_of(shape: ModelShape, pipe: int, virtual_stages: int) -> tuple[tuple[Segment, ...], list[range]]:
+    """Return a model's segments, and which of them each virtual stage holds, cut as a run cuts them.
+
+    Raises ``UserError`` where there are fewer segments than virtual stages.
+    """
     segments = transformer_segments(shape)
     costs = [SegmentCost(segment.name, segment.flops, 2 * segment.flops, segment.params) for segment in segments]
     return segments, partition(costs, pipe, virtual_stages)

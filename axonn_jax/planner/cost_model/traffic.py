@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 from axonn_jax.experts.declare import TOKENS
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.planner.communication.predict import predict_microbatch, predict_update
-from axonn_jax.planner.communication.step import Predicted, StepSpec
+from axonn_jax.planner.communication import Predicted, StepSpec, predict_microbatch, predict_update
 from axonn_jax.planner.machines.machine import Curve, between, slope
 from axonn_jax.planner.machines.network import CollectiveKind, GroupLinks, copies
 from axonn_jax.planner.request import Candidate, PlanRequest
@@ -23,27 +22,6 @@ microbatches instead; the update's.
 Gathers and scatters of the stream count with the reductions beside them. A stream with a split sequence is `reread` in
 the backward pass under every policy.
 """
-
-_ROLES: dict[tuple[str, str], Role] = {
-    ("forward", "all-gather"): "gather",
-    ("forward", "all-reduce"): "reduce",
-    ("recompute", "all-gather"): "regather",
-    ("recompute", "all-reduce"): "rereduce",
-    ("backward", "all-reduce"): "input",
-    ("backward", "reduce-scatter"): "scatter",
-    ("update", "all-reduce"): "update",
-}
-_STREAM_ROLES: dict[tuple[str, str], Role] = {
-    ("forward", "all-gather"): "reduce",
-    ("forward", "reduce-scatter"): "reduce",
-    ("recompute", "all-gather"): "reread",
-    ("recompute", "reduce-scatter"): "rereduce",
-    ("forward", "all-to-all"): "reduce",
-    ("recompute", "all-to-all"): "rereduce",
-    ("backward", "all-to-all"): "input",
-    ("backward", "all-gather"): "input",
-    ("backward", "reduce-scatter"): "input",
-}
 
 
 class Line(NamedTuple):
@@ -73,7 +51,6 @@ class Line(NamedTuple):
 
 
 Lines = dict[tuple[Part, Role], tuple[Line, ...]]
-_Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
 
 
 class Traffic:
@@ -118,7 +95,7 @@ class Traffic:
     def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
         links = GroupLinks(grid, self._machine)
-        sums: _Sums = {}
+        sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
         costs: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[float, bool, Curve, float]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
         for one in collectives:
@@ -157,9 +134,14 @@ def _of_stream(one: Predicted) -> bool:
 
 
 def _role(one: Predicted) -> Role:
-    role = (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
-    reread = one.axes == ("y",) and one.name != TOKENS
-    return "rereduce" if role == "reread" and not reread else role
+    """Return the role of a collective: of the update, of weights, or of outputs and tokens."""
+    if one.phase == "update":
+        return "update"
+    reread = one.phase == "recompute" and one.kind == "all-gather" and one.axes == ("y",) and one.name != TOKENS
+    weights: tuple[Role, Role, Role] = ("gather", "regather", "scatter")
+    outputs: tuple[Role, Role, Role] = ("reduce", "reread" if reread else "rereduce", "input")
+    roles = outputs if one.kind == "all-reduce" or _of_stream(one) else weights
+    return roles[("forward", "recompute", "backward").index(one.phase)]
 
 
 def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:

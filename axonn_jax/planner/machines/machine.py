@@ -234,10 +234,6 @@ class Machine:
         )
         return replace(self, device=device, matmul=replace(self.matmul, large=self.matmul.large / slower))
 
-    def matmul_share(self, size: float) -> float:
-        """Share of the rate of large matmuls that those of a size (cube root of their dims' product) reach."""
-        return matmul_share(self.matmuls, size)
-
     def curve(self, kind: str, inner: int, size: int) -> Curve:
         """Measured (bytes of the whole buffer, seconds) of a collective, ascending; empty where there are none."""
         rows = at_place([row for row in self.collectives if row.kind == kind], inner, size)
@@ -280,7 +276,10 @@ def slope(curve: Curve) -> float:
 
 
 def matmul_share(rows: tuple[MatmulShare, ...], size: float) -> float:
-    """Share at a size, between measured ones by its logarithm; that of the nearest outside, 1 where there are none."""
+    """Share of the rate of large matmuls that those of a size (cube root of their dims' product) reach.
+
+    Between measured sizes by the logarithm; that of the nearest outside, 1 where there are none.
+    """
     if not rows:
         return 1.0
     points = tuple(sorted((log(row.size), row.share) for row in rows))

@@ -1,36 +1,16 @@
 """Collectives on links: bytes that a device sends on a ring, places of groups in nodes, and times."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from math import ceil, gcd, log2, prod
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple
 
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.planner.machines.machine import Curve, Machine
 
 CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
-KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-
-Totals = dict[tuple[str, str], Fraction]
-"""Bytes a device by (kind, axes joined by `*`)."""
-
-
-class Communication(Protocol):
-    """A collective, predicted or compiled."""
-
-    @property
-    def kind(self) -> CollectiveKind:
-        """Kind of the collective."""
-
-    @property
-    def over(self) -> str:
-        """The mesh axes it runs over, joined by `*`."""
-
-    @property
-    def bytes(self) -> Fraction:
-        """Bytes that a device sends for the collective in a step."""
 
 
 def ring_bytes(kind: CollectiveKind, whole: int, group: int) -> Fraction:
@@ -42,15 +22,6 @@ def ring_bytes(kind: CollectiveKind, whole: int, group: int) -> Fraction:
     if kind == "collective-permute":
         return Fraction(whole)
     return Fraction((2 if kind == "all-reduce" else 1) * (group - 1) * whole, group)
-
-
-def totals(found: Iterable[Communication]) -> Totals:
-    """Bytes a device in a step by (kind, axes); ``ValueError`` where a compiled loop's trip count is unknown."""
-    sums: Totals = {}
-    for one in found:
-        key = (one.kind, one.over)
-        sums[key] = sums.get(key, Fraction(0)) + one.bytes
-    return dict(sorted(sums.items()))
 
 
 class GroupSpread(NamedTuple):

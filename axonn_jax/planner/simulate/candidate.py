@@ -1,14 +1,15 @@
 """A candidate's price: in closed form without a pipeline, else simulated by the real dispatchers."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from axonn_jax.models.segments import Segment
-from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.cost_model.part_times import Times
+from axonn_jax.planner.cost_model.compute import Times
+from axonn_jax.planner.cost_model.model import CostModel, stages_of
 from axonn_jax.planner.cost_model.traffic import Part
 from axonn_jax.planner.request import Candidate, Estimate
-from axonn_jax.planner.simulate.steady import Pipelined, StageTimes, pipelined
+from axonn_jax.planner.simulate.simulator import Simulation
+from axonn_jax.planner.simulate.steady import StageTimes, pipelined
 from axonn_jax.schedule.tasks import Kind
 
 
@@ -33,7 +34,7 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
         add(0, ((count, one) for _, count, one in model.busiest(candidate)))
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
-    segments, ranges = model.stages(pipe, virtual)
+    segments, ranges = stages_of(model.request.shape, pipe, virtual)
     block_flops = model.footprint.ranks.block_flops
 
     def part(segment: Segment) -> tuple[float, Times]:
@@ -46,17 +47,6 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
     return times
 
 
-def simulate_candidate(
-    model: CostModel,
-    times: StageTimes,
-    candidate: Candidate,
-    shown: Collection[int] | None = (),
-    progress: Callable[[int], None] | None = None,
-) -> Pipelined:
-    """Simulate a candidate's step without work done once a step; `shown` and `progress` are those of `pipelined`."""
-    return pipelined(times, model.request.schedule(candidate), shown=shown, progress=progress)
-
-
 class Prices:
     """Prices of a request's candidates, as `plan` and `simulate` show them; equal pipelines are simulated once."""
 
@@ -64,7 +54,7 @@ class Prices:
         self.model = model
         self.tasks = 0
         """Simulated so far."""
-        self._pipelines: dict[tuple[object, ...], Pipelined] = {}
+        self._pipelines: dict[tuple[object, ...], Simulation] = {}
         self._tasks: dict[tuple[object, ...], dict[tuple[Kind, int], float]] = {}
 
     def price(self, candidate: Candidate) -> Estimate:
@@ -111,12 +101,12 @@ class Prices:
         grid, sequences = candidate.grid, candidate.sequences(self.model.request.batch)
         return grid.pipe, grid.z, grid.y, grid.x, candidate.virtual_stages, sequences, candidate.activations
 
-    def pipelined(self, candidate: Candidate) -> Pipelined:
+    def pipelined(self, candidate: Candidate) -> Simulation:
         """Simulate a candidate's step without work done once a step."""
         times = self.stage_times(candidate)
         policy = self.model.request.schedule(candidate)
         key = (*self._key(candidate), candidate.microbatches, policy, times.message)
         if key not in self._pipelines:
-            done = self._pipelines[key] = simulate_candidate(self.model, times, candidate)
-            self.tasks += done.simulation.tasks
+            done = self._pipelines[key] = pipelined(times, policy)
+            self.tasks += done.tasks
         return self._pipelines[key]

@@ -61,58 +61,39 @@ def factor(sigma: float, members: int, *what: int) -> float:
     return exp(sigma * _NORMAL.inv_cdf(chance) - sigma * sigma / 2)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A disturbed step."""
-
-    simulation: Simulation
-    """Simulation; after a failure with the spans that ended."""
-    finished: bool
-    """True if the step ended."""
-    stalled_at: float
-    """When the last task ended."""
-
-
 def simulate_perturbed(
     times: StageTimes,
     policy: Policy,
     by: Perturbation,
     replica: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> Simulation:
     """One pipeline's step under a disturbance; replicas differ in their jitter; `progress` is `simulate`'s."""
     by.check(times.pipe_shape.pipe)
-    pipe_shape = times.pipe_shape
+    pipe_shape, times = times.pipe_shape, times.slowed(by.slow)
+
+    def jittered(seconds: float, kind: int, of: Task | Message) -> float:
+        what = (by.seed, replica, kind, of.stage, of.microbatch)
+        return seconds * factor(by.jitter, by.members, *what) if by.jitter else seconds
 
     def task_time(task: Task) -> float:
-        seconds = times.task(task) * by.slow.get(pipe_shape.rank_of(task.stage), 1.0)
-        if by.jitter:
-            what = (by.seed, replica, _KINDS[task.kind], task.stage, task.microbatch)
-            seconds *= factor(by.jitter, by.members, *what)
-        return seconds
+        return jittered(times.task(task), _KINDS[task.kind], task)
 
     def message_time(message: Message) -> float:
-        seconds = times.carried(message)
-        if by.jitter:
-            way = 8 + (message.direction == "backward")
-            seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
-        return seconds
+        return jittered(times.message, 8 + (message.direction == "backward"), message)
 
     how: dict[str, Any] = {"message_time": message_time, "progress": progress}
     healthy = simulate(pipe_shape, policy, task_time=task_time, **how)
-    if not by.failed:
-        return Outcome(healthy, True, healthy.makespan)
     # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
-    lost = _lost(healthy, by.failed)
-    if not lost:
-        return Outcome(healthy, True, healthy.makespan)
+    if not (lost := _lost(healthy, by.failed)):
+        return healthy
     broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)
     busy, peak = [0.0] * pipe_shape.pipe, broken.peak_live
     for span in ended:
         busy[span.rank] += span.end - span.start
-    return Outcome(Simulation(pipe_shape, ended, last, busy, peak, tasks=len(ended)), False, last)
+    return Simulation(pipe_shape, ended, last, busy, peak, tasks=len(ended), finished=False)
 
 
 def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:

@@ -7,27 +7,24 @@ from itertools import pairwise
 from statistics import median
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.simulate.simulator import Simulation, TaskRun, simulate
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.planner.simulate.simulator import TaskRun, simulate
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task, needs
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A measured step and its simulation."""
+    """Seconds of a measured step and of its simulation under a policy."""
 
+    policy: PipelinePolicy
     measured_s: float
     """From the first task's start to the last one's end."""
-    simulation: Simulation
+    simulated_s: float
     gap_s: float
     """Between two tasks of a rank where nothing had to be waited for (median); added to every task."""
     message_s: float
     """From a task's end to the start of the task on another rank that waited for it (median)."""
-
-    @property
-    def error(self) -> float:
-        """Simulated makespan over measured, less one."""
-        return self.simulation.makespan / self.measured_s - 1
 
 
 def parse_task(name: str) -> Task:
@@ -37,7 +34,7 @@ def parse_task(name: str) -> Task:
     return Task(Kind(found[1]), int(found[2]), int(found[3]))
 
 
-def replay(measured: Iterable[TaskRun], name: str) -> Replay:
+def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
     """Simulate a step with its own task times, and the gaps and message times that it shows, under the policy `name`.
 
     The policy may be another one than ran; a whole backward takes the time of its measured parts, and a part of a
@@ -73,7 +70,7 @@ def replay(measured: Iterable[TaskRun], name: str) -> Replay:
         task_time=lambda task: _seconds(task, spans, usual) + gap,
         message_time=lambda _: max(0.0, message_s - gap),
     )
-    return Replay(last - first, done, gap, message_s)
+    return Replay(name, last - first, done.makespan, gap, message_s)
 
 
 def _seconds(task: Task, spans: dict[Task, TaskRun], usual: dict[tuple[Kind, int], float]) -> float:

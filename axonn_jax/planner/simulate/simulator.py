@@ -31,7 +31,7 @@ class TaskRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulated step; times in the unit of the task times."""
+    """Result of a simulated step, after a failure with the tasks that ended; times in the unit of the task times."""
 
     pipe_shape: PipelineShape
     """Simulated pipeline."""
@@ -49,16 +49,15 @@ class Simulation:
     """Last time at which each rank was idle before its last forward; 0 for a rank that was always busy."""
     tasks: int = 0
     """Number of tasks that have ended."""
+    left_out: int = 0
+    """Microbatches of a steady stretch that were not simulated; `makespan` and `busy` have them."""
+    finished: bool = True
+    """False if a failure stopped the step; `makespan` is then the end of the last task."""
 
     def timeline(self) -> list[Span]:
         """Return the tasks that have ended as spans of step 0, as measured ones are drawn and written."""
         runs = (run for run in self.spans if run.end < inf)
         return [Span(run.rank, str(run.task), KIND_OF[(run.task.kind,)], run.start, run.end, 0) for run in runs]
-
-    @property
-    def no_bubble(self) -> float:
-        """The makespan of a pipeline that never waits: the work of the busiest rank."""
-        return max(self.busy)
 
     @property
     def idle_fraction(self) -> float:
@@ -74,36 +73,22 @@ def simulate(
     message_time: Callable[[Message], float],
     shown: Collection[int] | None = None,
     progress: Callable[[int], None] | None = None,
+    ranks: Sequence[OrderedDispatcher] = (),
 ) -> Simulation:
     """Run one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
 
     A rank runs one task at a time, and chooses it when the one before has ended; a message takes its time on the way
     and none of its sender's. All events of one instant reach the ranks before any of them chooses. `shown` are the
-    ranks whose spans are kept (default: all); `progress` is called at times with the number of ended tasks.
+    ranks whose spans are kept (default: all); `progress` is called at times with the number of ended tasks; `ranks` are
+    dispatchers or followers other than the policy's.
 
     Raises:
         UserError: the policy cannot run with this shape of the pipeline.
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
-    ranks = [dispatcher_of(pipe_shape, rank, policy) for rank in range(pipe_shape.pipe)]
-    return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, progress=progress)
-
-
-def drive(
-    ranks: Sequence[OrderedDispatcher],
-    *,
-    task_time: Callable[[Task], float],
-    message_time: Callable[[Message], float],
-    shown: Collection[int] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Simulation:
-    """Run one step of the given dispatchers or followers, one a rank, as `simulate` does."""
-    pipe_shape = ranks[0].shape
-    pipe, spans, keeps = (
-        pipe_shape.pipe,
-        list[TaskRun](),
-        [shown is None or rank in shown for rank in range(pipe_shape.pipe)],
-    )
+    pipe = pipe_shape.pipe
+    ranks = ranks or [dispatcher_of(pipe_shape, rank, policy) for rank in range(pipe)]
+    spans, keeps = list[TaskRun](), [shown is None or rank in shown for rank in range(pipe)]
     busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
     ends, gaps, waited = [0.0] * pipe, [0.0] * pipe, [0.0] * pipe
     # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.

@@ -1,6 +1,6 @@
 """Pipelined step of any length: beginning and end are simulated, the steady stretch is extrapolated."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from axonn_jax.planner.simulate.simulator import Simulation, simulate
@@ -32,6 +32,12 @@ class StageTimes:
         del message
         return self.message
 
+    def slowed(self, ranks: Mapping[int, float]) -> "StageTimes":
+        """Return the times where some ranks take longer by a factor."""
+        pipe = self.pipe_shape.pipe
+        slower = {at: seconds * ranks.get(at[1] % pipe, 1.0) for at, seconds in self.tasks.items()}
+        return replace(self, tasks=slower)
+
     def work(self, rank: int, policy: Policy) -> float:
         """Seconds that a microbatch takes a rank at the least."""
         total = 0.0
@@ -51,29 +57,16 @@ class StageTimes:
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
 
 
-@dataclass(frozen=True)
-class Pipelined:
-    """A step without its update; times in seconds."""
-
-    simulation: Simulation
-    """Simulation of all microbatches but the `left_out` ones."""
-    left_out: int
-    """Microbatches of the steady stretch that were not simulated."""
-    makespan: float
-    """Time of the whole step."""
-    busy: list[float]
-    """Time for which each rank works in the whole step."""
-
-
 def pipelined(
     times: StageTimes,
     policy: Policy,
     *,
     shown: Collection[int] | None = (),
     progress: Callable[[int], None] | None = None,
-) -> Pipelined:
-    """Simulate a step, a long one without most of its steady stretch, where every microbatch takes the same time.
+) -> Simulation:
+    """Simulate a step without its update, a long one without most of its steady stretch.
 
+    There every microbatch takes the same time.
     The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
     nor than the way of a microbatch over those in flight. Ranks may settle late, where some wait for messages or catch
     up with postponed tasks: the simulation is doubled until the step has grown by that period for every microbatch
@@ -120,10 +113,9 @@ def pipelined(
         if sure:
             both = zip(done.busy, own, rates, strict=True)
             busy = [seconds + left_out * min(each, rate) for seconds, each, rate in both]
-            return Pipelined(done, left_out, makespan, busy)
+            return replace(done, left_out=left_out, makespan=makespan, busy=busy)
         few, before = 2 * few, done
-    done = run(pipe_shape.microbatches)
-    return Pipelined(done, 0, done.makespan, done.busy)
+    return run(pipe_shape.microbatches)
 
 
 def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:

@@ -6,13 +6,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled.common import keep_recomputation, mesh_sizes, text_of
-from hlo.collectives import Collective, collectives
+from hlo.collectives import Collective, collectives, totals
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import build_grid
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import Predicted, StepSpec
-from axonn_jax.planner.machines.network import totals
+from axonn_jax.planner.communication import Predicted, StepSpec, predict
 
 if TYPE_CHECKING:
     import jax
@@ -73,6 +71,7 @@ def account(
     from axonn_jax.train.config import MemoryConfig, TensorConfig
     from axonn_jax.train.engines.step import compile_abstract
 
+    policy = work.policy
     if work.itemsize != 4:
         raise UserError("itemsize", work.itemsize, "4: compiled programs are compared in float32")
     if work.grid.pipe != 1:
@@ -87,10 +86,10 @@ def account(
         grid,
         optax.adamw(1e-3),
         sequences=work.sequences,
-        microbatches=work.microbatches,
+        microbatches=policy.microbatches,
         clip=clip,
-        memory=MemoryConfig(activations=work.activations, bucket=bucket, reshard_after=work.reshard_after),
-        tensor=TensorConfig(scan_layers="yes" if work.scanned else "no"),
+        memory=MemoryConfig(activations=policy.activations, bucket=bucket, reshard_after=policy.reshard_after),
+        tensor=TensorConfig(scan_layers="yes" if policy.scanned else "no"),
         comm=work.comm,
         moe=work.moe,
         compiler_options=keep_recomputation(),

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
-from hlo.collectives import collectives
+from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
 
 from axonn_jax.experts.shape import MoeConfig
@@ -16,10 +16,9 @@ from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
+from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.options import Activations, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import StepSpec
-from axonn_jax.planner.machines.network import Totals, totals
+from axonn_jax.planner.communication import StepSpec, predict
 
 if TYPE_CHECKING:
     import jax
@@ -50,10 +49,8 @@ class Way:
     def work(self, shape: ModelShape, grid: GridShape, sequences: int) -> StepSpec:
         """Such a step of a model."""
         comm = choose_residual_comm(self.residual_comm, shape, grid, self.activations)
-        policy, kept = self.activations, self.reshard_after
-        return StepSpec(
-            shape, grid, sequences, self.microbatches, activations=policy, reshard_after=kept, comm=comm, moe=self.moe
-        )
+        policy = StepPolicy(self.microbatches, self.activations, self.reshard_after)
+        return StepSpec(shape, grid, sequences, policy, comm=comm, moe=self.moe)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Comparison:
         def once(kind: str, axes: str) -> bool:
             return kind in ("all-reduce", "reduce-scatter") and not {"data", "z"}.isdisjoint(axes.split("*"))
 
-        count = self.work.microbatches
+        count = self.work.policy.microbatches
         return {key: amount / count if once(*key) else amount for key, amount in self.scattered.items()}
 
     @property
@@ -214,8 +211,8 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
 
 def _compile(step: "TrainStep", work: StepSpec) -> "jax.stages.Compiled":
 
-    rows = (work.microbatches, work.sequences // work.microbatches, work.shape.seq_len + 1)
-    again = work.activations != "none"  # the CPU backend would undo recomputation, of either program
+    rows = (work.policy.microbatches, work.sequences // work.policy.microbatches, work.shape.seq_len + 1)
+    again = work.policy.activations != "none"  # the CPU backend would undo recomputation, of either program
     return step.compiled(rows, compiler_options=keep_recomputation() if again else None)
 
 

@@ -1,18 +1,22 @@
 """Collectives of a compiled program, read from its HLO text: kind, who takes part, axes, bytes, how often they run."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import product
+from typing import get_args
 
 from hlo.program import Array, Computation, Instruction, Module, arrays, parse
 
-from axonn_jax.planner.machines.network import KINDS, CollectiveKind, ring_bytes
+from axonn_jax.planner.communication import Predicted
+from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
 
 Groups = tuple[tuple[int, ...], ...]
 Axes = tuple[str, ...]
+Totals = dict[tuple[str, str], Fraction]
+"""Bytes a device by (kind, axes joined by `*`)."""
 UNKNOWN = "unknown"
 """Stands for the axes of groups that do not run along axes of the mesh."""
 _OTHERS = ("collective-broadcast", "ragged-all-to-all")
@@ -106,7 +110,7 @@ def _kind(one: Instruction) -> CollectiveKind | None:
     name = one.opcode.removesuffix("-start")
     if name in _OTHERS:
         raise ValueError(f"{one.name} is a {name}, for which there is no formula")
-    return next((kind for kind in KINDS if kind == name), None)
+    return next((kind for kind in get_args(CollectiveKind) if kind == name), None)
 
 
 def _members(kind: CollectiveKind, computation: Computation, one: Instruction) -> list[Array]:
@@ -224,3 +228,12 @@ def axes_finder(axes: Mapping[str, int], order: Sequence[int] | None = None) -> 
         return tuple(names[at] for at in found.pop()) if len(found) == 1 else None
 
     return over
+
+
+def totals(found: Iterable[Collective | Predicted]) -> Totals:
+    """Bytes a device in a step by (kind, axes); ``ValueError`` where a compiled loop's trip count is unknown."""
+    sums: Totals = {}
+    for one in found:
+        key = (one.kind, one.over)
+        sums[key] = sums.get(key, Fraction(0)) + one.bytes
+    return dict(sorted(sums.items()))

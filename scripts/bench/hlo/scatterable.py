@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from hlo.collectives import Collective
+from hlo.collectives import Collective, Totals
 from hlo.program import Array, Computation, Module, arrays, parse
 
-from axonn_jax.planner.machines.network import Totals, ring_bytes
+from axonn_jax.planner.machines.network import ring_bytes
 
 _MOVED = ("bitcast", "copy", "convert", "reshape", "transpose")
 
