@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.models.config import ModelShape
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.stacked import stack_layers, unstacked
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram

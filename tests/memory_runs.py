@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 from trainers import make_trainer
 
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.train.optimizer import decayed
 
 SHAPE = ModelShape(

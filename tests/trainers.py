@@ -3,8 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from axonn_jax.train.config import MemoryConfig, TensorConfig
-from axonn_jax.train.trainer import Trainer
+from axonn_jax import MemoryConfig, TensorConfig, Trainer
 
 
 def make_trainer(model: Any, optimizer: Any, grid: Any, **options: Any) -> Trainer:

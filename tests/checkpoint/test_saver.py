@@ -13,17 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from saved import GRID, check_files, faults, names, saver, state
 
+from axonn_jax import GridShape, UserError
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 
 CORRUPTIONS = 200
 

@@ -4,8 +4,7 @@ import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 from axonn_jax.checkpoint.snapshot import snapshot
 from axonn_jax.grid import GridShape

@@ -6,12 +6,11 @@ import instruction_data
 import pytest
 from instruction_data import all_documents
 
+from axonn_jax import Loader, UserError
 from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare
-from axonn_jax.errors import UserError
 from axonn_jax.train.metrics import read_metrics
 
 SEQ = 32

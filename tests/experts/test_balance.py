@@ -8,9 +8,8 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
+from axonn_jax import GridShape, UserError
 from axonn_jax.experts.load import Loads
-from axonn_jax.grid import GridShape
 
 RATE, STEPS = 0.001, 5
 BIASES = [f"blocks.{layer}.mlp.router.bias" for layer in range(grids.MIXTRAL.layers)]

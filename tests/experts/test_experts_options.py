@@ -10,8 +10,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.tensor.params import split_module
 

@@ -11,8 +11,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 
 BEFORE, AFTER = 3, 3
 TOLERANCE = 2e-6  # sums in another order, as on any grid

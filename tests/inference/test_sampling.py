@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling, choose, gumbel, log_probabilities
+from axonn_jax import GridShape, Sampling, UserError
+from axonn_jax.inference.sampling import choose, gumbel, log_probabilities
 from axonn_jax.tensor.specs import shard_mapped
 
 DRAWS, VOCAB = 100_000, 48

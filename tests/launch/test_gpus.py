@@ -8,12 +8,11 @@ import sys
 import pytest
 from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
+from axonn_jax import GridShape, UserError
 from axonn_jax.distributed import gpus, initialize
 from axonn_jax.distributed.gpus import Gpu, idle, parse, shares, visible
 from axonn_jax.distributed.launch import World
 from axonn_jax.distributed.network import free_port
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 
 NODE = [Gpu(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"]
 MIG = [Gpu("GPU-aaaaaaaa-0000", ("MIG-1111", "MIG-2222")), Gpu("GPU-bbbbbbbb-0000", ("MIG-3333",))]

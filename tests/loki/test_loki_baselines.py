@@ -12,10 +12,9 @@ from steps import CAPACITY, FIRST, KV_HEADS, SLOTS, WIDTH, Step, oracle, seen_of
 from tiny import LLAMA, PROMPTS, model
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Sampling
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.generator import Request
-from axonn_jax.inference.sampling import Sampling
 from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 
 GROUP = 2

@@ -12,8 +12,7 @@ from flax import nnx
 from tiny import LLAMA
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.inference.weights import load_model, of_model
 from axonn_jax.loki.components import calibrate, check_weights, fingerprint
 from axonn_jax.loki.options import LokiOptions

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from memory_runs import batches, made
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory import host_arrays, offload
 from axonn_jax.memory.report import counted, lines, room
 

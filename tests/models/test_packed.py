@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.packed import counted, documents_of, pack

@@ -9,8 +9,7 @@ import pretrained
 import pytest
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.models.huggingface import from_huggingface
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.tensor.params import split_module

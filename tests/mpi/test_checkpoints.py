@@ -13,8 +13,7 @@ import grids
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from launched import AXONN, UNDER_MPIRUN, Launched, command, curves, environment, errors, finished, flags
 from saved import disk_of
 

@@ -12,12 +12,10 @@ import pytest
 from flax import nnx
 from trainers import make_trainer
 
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
+from axonn_jax import GridShape, PipelineConfig
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.train.config import PipelineConfig
 
 MICROBATCHES, ROWS = 8, 16
 TIGHT, CHUNKED = 0.9, 0.75

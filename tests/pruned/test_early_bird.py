@@ -8,9 +8,8 @@ from test_pruned_training import DENSITY, batches, largest, model, optimizer
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, PruneConfig
 from axonn_jax.pruned import early_bird, masks
-from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import EarlyBird
 from axonn_jax.pruned.masks import magnitude_masks
 from axonn_jax.train.trainer import pruning_of

@@ -12,16 +12,13 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from axonn_jax import GridShape, PruneConfig, Trainer, UserError
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.cli.main import main
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
-from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.pruned.masks import kept
 from axonn_jax.train.engines import base
-from axonn_jax.train.trainer import Trainer, pruning_of
+from axonn_jax.train.trainer import pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
-from axonn_jax import compat
-from axonn_jax.errors import UserError
+from axonn_jax import UserError, compat
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.tensor.attention import Rotation, angles, blocked_attention, causal_attention, rotary
 from axonn_jax.tensor.kernel_choice import AttentionRule, Tiles, against_cudnn, choose_form, tiles

@@ -12,17 +12,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from trainers import make_trainer
 
+from axonn_jax import GridShape, MemoryConfig, TensorConfig, UserError
 from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES, GridShape
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.models import Transformer, preset
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
-from axonn_jax.models.presets import preset
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
-from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.step import compile_abstract
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)

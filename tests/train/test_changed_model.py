@@ -13,11 +13,10 @@ from flax import nnx
 from launched import CONFIG
 
 import axonn_jax as ax
+from axonn_jax import GridShape, UserError
 from axonn_jax.checkpoint.manifest import MANIFEST, CheckpointManifest, read
 from axonn_jax.checkpoint.restore import Checkpoint, check_model
 from axonn_jax.cli.main import main
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.train.config_file import loads, to_toml
 

@@ -12,8 +12,7 @@ from shared_layers import Block
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory.zero import split_over_replicas
 
 STEPS = 4

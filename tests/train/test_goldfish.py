@@ -11,10 +11,8 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
+from axonn_jax import GridShape, Loader, UserError
 from axonn_jax.data.goldfish import GoldfishConfig
-from axonn_jax.data.loader import Loader
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.models.packed import counted_targets, pack
 from axonn_jax.tensor.loss import LEFT_OUT
 

@@ -12,8 +12,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax import GridShape, PipelineConfig
 
 STEPS = 3
 

@@ -8,8 +8,7 @@ import optax
 import pytest
 from memory_runs import ADAMW, BUCKET, WAYS, batches, made, slow
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.train.optimizer import decayed
 
 GRIDS = [GridShape(), GridShape(data=2, z=2, x=2), GridShape(pipe=2, data=2, x=2)]

@@ -9,8 +9,7 @@ import optax
 import pytest
 from trainers import make_trainer
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 
 PLATEAU = {"factor": 0.5, "patience": 1, "rtol": 0.5}
 RATE, STEPS = 0.1, 5

@@ -13,12 +13,10 @@ from shared_layers import Block
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, PipelineConfig, UserError
 from axonn_jax.memory.report import unused
 from axonn_jax.pipeline import build
 from axonn_jax.timeline.spans import last_whole_step
-from axonn_jax.train.config import PipelineConfig
 from axonn_jax.train.engines import pipeline
 
 STEPS, MICROBATCHES, ROWS = 20, 4, 16

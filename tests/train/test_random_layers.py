@@ -12,8 +12,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.tensor.elementwise import DropoutKey
 
 VOCAB, WIDTH, STEPS = 24, 8, 4

@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 from trainers import make_trainer
 
-from axonn_jax.errors import UserError
+from axonn_jax import MemoryConfig, TensorConfig, UserError
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.validate import check_settings
 
 # In bfloat16 every device rounds its gradient of a microbatch; "layer" rounds the sum over `z` once more, "step" adds

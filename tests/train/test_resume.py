@@ -9,18 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from trainers import make_trainer
 
 import axonn_jax as ax
+from axonn_jax import GridShape, PipelineConfig, UserError
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.train.config import PipelineConfig
 
 BEFORE, AFTER, MICROBATCHES, ROWS = 3, 10, 4, 16
 # As between grids without any checkpoint in between (test_pipelined).

@@ -16,10 +16,8 @@ from trainers import make_trainer
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.snapshot import snapshot
 from axonn_jax.errors import UserError
-from axonn_jax.models import stacked
-from axonn_jax.models.sequential import SequenceModel
+from axonn_jax.models import SequenceModel, Transformer, stacked
 from axonn_jax.models.stacked import stack_layers
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines import base
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack

@@ -13,8 +13,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.packed import pack
 from axonn_jax.tensor.params import split_module

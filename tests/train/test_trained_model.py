@@ -9,8 +9,7 @@ import optax
 import pytest
 from trainers import make_trainer
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.spmd import SpmdEngine
 
