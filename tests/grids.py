@@ -23,6 +23,7 @@ EPS = float(np.finfo(np.float32).eps)
 # Of the same sums in another order (test_parity measures them).
 GRADIENT_TOLERANCE = 16 * EPS
 SCALAR_TOLERANCE = 4 * EPS
+CURVE_TOLERANCE = 2e-6  # of what some steps carry on of that (test_trainer measures it)
 TINY = 1e-30  # of a gradient that is zero
 
 # Every size divides by 8 where some grid of 8 devices splits it eight ways, over two axes at once included.

@@ -8,7 +8,6 @@ import types
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.data.prepare import prepare
 from axonn_jax.distributed import initialize
 
 BASE = {
@@ -17,20 +16,6 @@ BASE = {
     "grid": ["x = 1"],
     "train": ["steps = 10", "global_batch = 8"],
 }
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory):
-    """A prepared directory with a vocabulary of 300."""
-    root = tmp_path_factory.mktemp("bad-input")
-    source = root / "text"
-    source.mkdir()
-    for number in range(4):
-        words = ("grid", "axis", "batch", "weight", "shard", "gather", "reduce", "stage", "token", "mesh")
-        lines = [f"{words[n % 10]} of {words[n * 7 % 9]} and {words[n * 3 % 8]} {n * number}\n" for n in range(90)]
-        (source / f"{number}.txt").write_text("".join(lines))
-    prepare(source, root / "data", vocab=300, include=["*.txt"], holdout=0.3)
-    return root / "data"
 
 
 @pytest.fixture

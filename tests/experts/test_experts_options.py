@@ -1,22 +1,18 @@
-"""Models with experts that alternate or are scanned, on grids and pipelines: gradients, loads and one curve."""
+"""Models with experts that alternate or are scanned, and the axis `expert` where there are none."""
 
 from dataclasses import replace
 
 import grids
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+from jax import P
 
-import axonn_jax as ax
 from axonn_jax import GridShape, UserError
+from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.tensor.params import split_module
 
 GRID = GridShape(1, 1, 2, 2, expert=2)
-CURVE_TOLERANCE = 2e-6
-STEPS = 20
 
 
 def test_kinds_of_layers_that_alternate_are_one_loop():
@@ -42,29 +38,14 @@ def test_loads_are_counted_over_the_global_batch(scanned):
         assert counts.sum() == 2 * 8 * grids.MIXTRAL.seq_len * grids.MIXTRAL.experts_per_token
 
 
-def curve(axes, **options):
-    shape = replace(grids.MIXTRAL, layers=3)
-    made = make_trainer(
-        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), moe=ax.MoeConfig(balance_weight=0.05)),
-        optax.adamw(3e-3),
-        grids.lay(axes),
-        microbatches=4,
-        clip=0.5,
-        **options,
-    )
-    given = np.random.default_rng(0).integers(0, shape.vocab, (4, 16, shape.seq_len + 1))
-    metrics = [made.step(given[step % 4]) for step in range(STEPS)]
-    made.close()
-    return [[float(m[name]) for name in ("loss", "grad_norm")] for m in metrics]
+def test_what_experts_do_not_share_is_split_over_data_alone():
+    mesh = grids.lay(GridShape(data=2, expert=2)).mesh
+    found = split_over_replicas({"dense": (8, 3), "experts": (2, 6)}, {"dense": P(), "experts": P("expert")}, mesh)
+    assert found == {"dense": P(("data", "expert"), None), "experts": P("expert", ("data",))}
 
 
-@pytest.mark.slow
-def test_curves_of_pipelines_and_offloaded_states_coincide():
-    want = curve(GridShape())
-    for axes, options in (
-        (GridShape(2, 1, expert=2), {}),
-        (GridShape(2, 1, 1, 2, expert=2), {"activations": "full"}),
-        (GridShape(1, 2, 1, 2, expert=2), {"zero": 1, "offload": "optimizer"}),
-    ):
-        np.testing.assert_allclose(curve(axes, **options), want, rtol=CURVE_TOLERANCE, err_msg=f"{axes} {options}")
-    assert want[-1][0] < want[0][0] - 0.05
+def test_a_transformer_without_experts_takes_one():
+    with pytest.raises(UserError, match=r"grid\.expert = 2: 1 for a model without experts"):
+        grids.GPT.check_grid(GridShape(expert=2))
+    assert str(GridShape(data=2, expert=4)) == "pipe 1 x data 2 x expert 4 x z 1 x y 1 x x 1"
+    assert "expert" not in str(GridShape(data=2))

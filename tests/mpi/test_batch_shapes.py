@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import shapes_worker
-from launched import MPIRUN, UNDER_MPIRUN, finished
+from launched import UNDER_MPIRUN, mpirun, objects, succeeded
 
 import axonn_jax as ax
 
@@ -17,10 +17,7 @@ SIZES = [8, 16, 8, 4, 16]  # three, of which the worker keeps two
 @pytest.mark.parametrize("channel", ["mpi4py", pytest.param("mpi4jax", marks=pytest.mark.slow)])
 def test_many_batch_shapes_train_as_in_one_process(channel):
     words = [sys.executable, shapes_worker.__file__, json.dumps(SIZES), "pipe=2,x=2", channel]
-    ran = finished([MPIRUN, "--oversubscribe", "-n", "4", *words])
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("[[")]
-    got, want = json.loads(line), shapes_worker.losses(SIZES, ax.init(pipe=1))
+    (got,), want = objects(succeeded(mpirun(4, *words)).stdout), shapes_worker.losses(SIZES, ax.init(pipe=1))
     assert len(got) == len(SIZES)
     for here, there in zip(got, want, strict=True):
         assert here == pytest.approx(there, rel=3e-6)

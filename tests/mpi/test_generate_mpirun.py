@@ -5,7 +5,7 @@ import shutil
 
 import pretrained
 import pytest
-from launched import AXONN, MPIRUN, UNDER_MPIRUN, finished
+from launched import AXONN, UNDER_MPIRUN, mpirun, succeeded
 
 from axonn_jax.cli.main import main
 
@@ -21,8 +21,7 @@ def model(prepared, tmp_path_factory):
 
 
 def of_two(*words):
-    done = finished([MPIRUN, "--oversubscribe", "-n", "2", *AXONN, *map(str, words)])
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = succeeded(mpirun(2, *AXONN, *words))
     return done.stdout, done.stderr
 
 

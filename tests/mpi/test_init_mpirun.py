@@ -5,7 +5,7 @@ import platform
 import sys
 
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, finished
+from launched import UNDER_MPIRUN, mpirun, succeeded
 
 pytestmark = UNDER_MPIRUN
 
@@ -28,8 +28,7 @@ def test_the_heap_is_one_arena(tmp_path):
         "libc.malloc_info(0, file)\n"
         "libc.fclose(file)\n"
     )
-    done = finished([MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(script), str(tmp_path / "arenas-")])
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeded(mpirun(2, sys.executable, script, tmp_path / "arenas-"))
     for rank in range(2):
         assert (tmp_path / f"arenas-{rank}").read_text().count("<heap nr=") == 1
 
@@ -38,7 +37,5 @@ def test_the_heap_is_one_arena(tmp_path):
 def test_processes_bound_to_too_few_cores_are_told():
     core = min(os.sched_getaffinity(0))
     code = "import axonn_jax as ax; ax.init(pipe=2)"
-    bound = ["taskset", "-c", str(core)]
-    done = finished([MPIRUN, "--oversubscribe", "-n", "2", *bound, sys.executable, "-c", code])
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = succeeded(mpirun(2, "taskset", "-c", core, sys.executable, "-c", code))
     assert done.stderr.count("`mpirun --bind-to none`") == 1, done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import AXONN, MPIRUN, UNDER_MPIRUN, command, finished
+from launched import AXONN, UNDER_MPIRUN, command, mpirun, succeeded
 from saved import check_files
 
 from axonn_jax.checkpoint.orbax import stored_array
@@ -20,8 +20,7 @@ def saved(tmp_path_factory):
     """The directory in which the ranks of save_worker.py leave their checkpoints, and what they read."""
     folder = tmp_path_factory.mktemp("saved")
     worker = Path(__file__).with_name("save_worker.py")
-    done = finished([MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(worker), str(folder)])
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeded(mpirun(2, sys.executable, worker, folder))
     return folder
 
 
@@ -52,8 +51,7 @@ def test_a_new_run_sets_aside_what_a_first_one_left(config, tmp_path):
         if ranks == 1:
             assert main(words[len(AXONN) :]) == 0
         else:
-            done = finished(words)
-            assert done.returncode == 0, done.stderr[-3000:]
+            succeeded(words)
         parts = {path.name for path in (folder / "step_00000001").iterdir()}
         assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(ranks))}
         (folder / "step_00000001" / "part_003").mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import AXONN, UNDER_MPIRUN, command, curves, finished
+from launched import AXONN, UNDER_MPIRUN, command, curves, succeeded
 
 pytestmark = UNDER_MPIRUN
 
@@ -22,10 +22,8 @@ def test_other_numbers_of_processes_go_on_with_the_same_samples(config, tmp_path
         (2, {"grid_pipe": 2}),
     ]:  # fmt: skip
         steps += 4
-        done = finished(command(config, run, ranks, train_steps=steps, **schedule, **options))
-        assert done.returncode == 0, done.stderr[-3000:]
-    done = finished(command(config, tmp_path / "whole", train_steps=steps, **schedule))
-    assert done.returncode == 0, done.stderr[-3000:]
+        succeeded(command(config, run, ranks, train_steps=steps, **schedule, **options))
+    succeeded(command(config, tmp_path / "whole", train_steps=steps, **schedule))
     losses, whole = curves(run)[0], curves(tmp_path / "whole")[0]
     assert len(losses) == steps
     np.testing.assert_allclose(losses, whole, rtol=2e-6)
@@ -40,8 +38,7 @@ def drawn(ranks, config, run, folder, **options):
     words = command(config, run, ranks, **options)
     at = words.index(AXONN[0])
     words[at : at + len(AXONN) + 1] = recording
-    done = finished(words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeded(words)
     each = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()]
     assert len(each) == ranks
     return [sorted({number for batch in batches for number in batch}) for batches in zip(*each, strict=True)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pretrained
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, finished
+from launched import UNDER_MPIRUN, mpirun, succeeded
 
 pytestmark = UNDER_MPIRUN
 WORKER = [sys.executable, str(Path(__file__).with_name("pretrained_worker.py"))]
@@ -19,9 +19,7 @@ def model(tmp_path_factory):
 
 def of_each(words):
     """The share of the bytes that each process read, and the loss of its step."""
-    ran = finished(words)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    lines = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("process")]
+    lines = [line.split()[1:] for line in succeeded(words).stdout.splitlines() if line.startswith("process")]
     return [float(share) for share, _ in lines], [float(loss) for _, loss in lines]
 
 
@@ -29,7 +27,7 @@ def of_each(words):
 def test_each_process_reads_its_shards_and_all_compute_the_same(model):
     _, (want,) = of_each([*WORKER, str(model), "pipe=1"])
     for axes, most in (("z=2,y=2", 0.3), ("pipe=2,y=2", 0.5)):  # both stages have the tied table
-        shares, losses = of_each([MPIRUN, "--oversubscribe", "-n", "4", *WORKER, str(model), axes])
+        shares, losses = of_each(mpirun(4, *WORKER, model, axes))
         assert len(shares) == 4
         assert max(shares) <= most
         assert losses == pytest.approx([want] * 4, rel=3e-6)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from launched import AXONN, CONFIG, UNDER_MPIRUN, command, errors, finished
+from launched import AXONN, UNDER_MPIRUN, command, errors, finished, write_config
 
 from axonn_jax.train.config_file import read
 from axonn_jax.train.loop import MOST_SKIPPED
@@ -41,8 +41,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=UNDER_MPIRUN)])
 def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoints(ranks, tmp_path, prepared):
     """Step 3 is bad and made good again; from step 6 on the weights stay broken."""
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=prepared, layers=1) + "\n[checkpoint]\nevery = 2\nkeep = 2\n")
+    config = write_config(tmp_path / "c.toml", prepared, more="[checkpoint]\nevery = 2\nkeep = 2")
     options = {"train_steps": 100, "train_eval_every": 0, "log_every": 50, "grid_data": ranks}
     words = command(config, tmp_path / "run", ranks, **options)
     start = words.index(AXONN[0])

@@ -4,7 +4,7 @@ import shutil
 import sys
 
 import pytest
-from launched import AXONN, CONFIG, command, finished
+from launched import AXONN, command, finished, write_config
 
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.data.loader import Loader, TokenSamples
@@ -51,8 +51,7 @@ def watched(tmp_path_factory, prepared):
     """A run of five steps and three saves, whose data is renamed at the first save: its directory, and the process."""
     place = tmp_path_factory.mktemp("watched")
     shutil.copytree(prepared, place / "data")
-    config = place / "c.toml"
-    config.write_text(CONFIG.format(data=place / "data", layers=2) + "\n[checkpoint]\nevery = 2\n")
+    config = write_config(place / "c.toml", place / "data", 2, "[checkpoint]\nevery = 2")
     words = command(config, place / "run", train_steps=5, memory_offload="optimizer")
     return place, finished([sys.executable, "-c", WATCHED_SAVES, *words[len(AXONN) + 1 :]])
 
