@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
+from damage import edit_json
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
@@ -333,8 +334,7 @@ BAD_ADAPTERS = {
 def test_adapters_that_are_not_applied_are_one_line(root, another, capsys, tmp_path, name):
     changes, says = BAD_ADAPTERS[name]
     folder = shutil.copytree(root / "adapter", tmp_path / "adapter")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    edit_json(folder / "adapter_config.json", lambda raw: raw.update(changes))
     assert main(["convert", str(folder), str(tmp_path / "out"), "--merge"]) == 2
     refused(capsys, says)
 

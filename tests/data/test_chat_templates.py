@@ -15,7 +15,6 @@ from axonn_jax.data.instructions.chat import ChatTemplate
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.schemas import Conversation, conversation_of
 from axonn_jax.data.instructions.templates import Jinja, template_of
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 
 FILE = Path(__file__).parents[1] / "fixtures" / "chat_templates.toml"
 TEXTS = tomllib.loads(FILE.read_text())
@@ -87,11 +86,6 @@ def test_renderings_of_a_conversation_do_not_grow_with_it(monkeypatch, name):
         form.passages(Conversation(talk), range(2 * turns))
         made.append(0)
     assert made.index(0) * 2 == len(made) - 2 < 32
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return instruction_data.tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
 
 
 def test_a_chat_is_what_transformers_makes_of_it(folder):
@@ -170,11 +164,9 @@ def inside_of(text):
 def test_a_model_is_asked_by_the_template_of_its_training(folder, tmp_path, template):
     own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     (tmp_path / "own.jinja").write_text(own + "{{ 'assistant: ' if add_generation_prompt }}")
-    source = instruction_data.write(
-        tmp_path / "data.jsonl", [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
-    )
     name = str(tmp_path / template) if "." in template else template
-    prepare_instructions(source, tmp_path / "out", InstructionOptions(96, name), tokenizer=folder, holdout=0.3)
+    rows = [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
+    instruction_data.prepared(tmp_path, rows, folder, 96, template=name)
     asked, form = ChatTemplate.of(tmp_path / "out", "--chat", True), template_of(name, folder)
     for talk in (TALK, [{"role": "system", "content": "be short"}, *TALK]):
         passages = form.passages(Conversation(talk), [len(talk) - 1])
@@ -189,8 +181,6 @@ def test_conversations_whose_answers_do_not_show_are_counted(folder, tmp_path):
     own += "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "own.jinja").write_text(own)
     rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *TALK[1 : 2 + 2 * (n % 4 == 0)]]} for n in range(16)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
-    options = InstructionOptions(96, template=str(tmp_path / "own.jinja"))
-    manifest, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    manifest, notes = instruction_data.prepared(tmp_path, rows, folder, 96, template=str(tmp_path / "own.jinja"))
     assert manifest.skipped["unmarked"] == 4
     assert "conversations whose answers the template's text does not show: 4 left out" in notes

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pretrained
 import pytest
+from damage import edit_json
 from flax import nnx
-from launched import CONFIG
+from launched import write_config
 
 import axonn_jax as ax
 from axonn_jax import GridShape, UserError
@@ -41,10 +42,7 @@ CHANGES = {
         **{"norm": "rmsnorm_1p", "rope_theta": 5e5, "embedding_scale": True, "window": 31, "experts": 4},
     },
     "llama3": {
-        "rope_factor": 8.0,
-        "rope_low_freq_factor": 0.5,
-        "rope_high_freq_factor": 64.0,
-        "rope_scaling": "linear",
+        **{"rope_factor": 8.0, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 64.0, "rope_scaling": "linear"}
     },
     "yarn": {"rope_beta_fast": 2.0, "rope_beta_slow": 0.01, "rope_attention_factor": 2.0, "rope_original_seq_len": 32},
     "gemma2": {
@@ -114,8 +112,15 @@ def test_every_field_of_a_model_is_looked_at():
 def run(prepared, tmp_path_factory):
     """A run of two steps, and what starts it again."""
     root = tmp_path_factory.mktemp("changed")
-    (root / "c.toml").write_text(CONFIG.format(data=prepared, layers=1))
-    argv = ["train", str(root / "c.toml"), "--log.dir", str(root / "run"), "--train.warmup", "0", "--train.steps"]
+    argv = [
+        "train",
+        str(write_config(root / "c.toml", prepared)),
+        "--log.dir",
+        str(root / "run"),
+        "--train.warmup",
+        "0",
+        "--train.steps",
+    ]
     assert main([*argv, "2"]) == 0
     return root, argv
 
@@ -158,9 +163,7 @@ def test_a_shape_comes_from_any_directory_of_a_model(run, tmp_path):
     step = (root / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "step_00000002")
     assert ax.models.shape_of(str(step)) == shape
     assert read(step).run["model"] == dataclasses.asdict(shape)
-    raw = json.loads((step / MANIFEST).read_text())
-    raw["content"]["run"]["model"]["heads"] = "4"
-    (step / MANIFEST).write_text(json.dumps(raw))
+    edit_json(step / MANIFEST, lambda raw: raw["content"]["run"]["model"].update(heads="4"))
     llama = pretrained.CONFIGS["llama"]
     assert ax.models.shape_of(pretrained.write_model(tmp_path / "hf", llama, {})) == shape_from_config(llama)
     for folder, says in ((tmp_path, "a step_N"), (step, r"model\.heads = '4': an integer")):
