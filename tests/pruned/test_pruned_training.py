@@ -38,11 +38,10 @@ def curve(trainer, steps, shape=SHAPE):
     return found
 
 
-def largest(value, density=DENSITY):
-    """A mask by numpy: of the largest magnitudes, of equal ones the first."""
-    order = np.argsort(-np.abs(value).reshape(-1), kind="stable")
+def largest(value, count=None):
+    """A mask by numpy: of so many of the largest magnitudes, of equal ones the first."""
     mask = np.zeros(value.size, bool)
-    mask[order[: round(value.size * density)]] = True
+    mask[np.argsort(-np.abs(value).reshape(-1), kind="stable")[: count or round(value.size * DENSITY)]] = True
     return mask.reshape(value.shape)
 
 

@@ -112,15 +112,8 @@ def test_every_field_of_a_model_is_looked_at():
 def run(prepared, tmp_path_factory):
     """A run of two steps, and what starts it again."""
     root = tmp_path_factory.mktemp("changed")
-    argv = [
-        "train",
-        str(write_config(root / "c.toml", prepared)),
-        "--log.dir",
-        str(root / "run"),
-        "--train.warmup",
-        "0",
-        "--train.steps",
-    ]
+    config = write_config(root / "c.toml", prepared)
+    argv = ["train", str(config), "--log.dir", str(root / "run"), "--train.warmup", "0", "--train.steps"]
     assert main([*argv, "2"]) == 0
     return root, argv
 
