@@ -176,8 +176,7 @@ BROKEN = {  # each field of a config: models/test_huggingface_maps.py
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_or_hostile_is_one_line(case, place, refused):
     damage, *says = BROKEN[case]
-    llama = pretrained.CONFIGS["llama"]
-    damage(pretrained.write_model(Path("hf"), llama, pretrained.weights(llama)))
+    damage(pretrained.directory(Path("hf"), "llama"))
     refused(["convert", "hf", "out"], *says)
     assert not Path("out").exists()
 
@@ -197,5 +196,5 @@ def test_arguments_of_no_use_are_one_line(case, place, refused, monkeypatch):
     monkeypatch.setattr("axonn_jax.cli.convert.find_spec", lambda name: None)
     argv, *says = ARGUMENTS[case]
     if "hf" in argv:
-        pretrained.write_model(Path("hf"), pretrained.CONFIGS["llama"], pretrained.weights(pretrained.CONFIGS["llama"]))
+        pretrained.directory(Path("hf"), "llama")
     refused(argv, *says)

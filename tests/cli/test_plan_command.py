@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from plans import PLAN, SIMULATE, output
+from commands import PLAN, SIMULATE, output
 
 from axonn_jax.cli.plan.flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION

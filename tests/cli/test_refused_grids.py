@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plans import PLAN
+from commands import PLAN
 
 from axonn_jax.cli.main import main
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from pretrained import CONFIGS, bpe, weights, write_model
+from commands import answer
+from pretrained import bpe, directory
 
 from axonn_jax.cli.main import main
 from axonn_jax.evaluate.formats import read_generations
@@ -24,8 +25,7 @@ KIND = "reduce"
 def model(tmp_path_factory):
     """A directory with a model of random weights."""
     folder = tmp_path_factory.mktemp("evaluate") / "model"
-    config = CONFIGS["llama"] | {"max_position_embeddings": 1024}
-    write_model(folder, config, weights(config))
+    directory(folder, "llama", max_position_embeddings=1024)
     bpe(301, ["<|endoftext|>"]).save(str(folder / "tokenizer.json"))
     return folder
 
@@ -50,10 +50,7 @@ def prompts(tmp_path):
 
 
 def evaluated(capsys, *words):
-    assert main(["evaluate", *map(str, words), "--json"]) == 0
-    out, _ = capsys.readouterr()
-    assert out.count("\n") == 1
-    return json.loads(out)
+    return answer(capsys, "evaluate", *words)
 
 
 @pytest.mark.parametrize("template", ["none", "alpaca"])

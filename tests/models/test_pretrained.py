@@ -20,8 +20,8 @@ GRIDS = [GridShape(), GridShape(z=2, y=2, x=2), GridShape(data=2, z=2, y=2), Gri
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for name, config in pretrained.CONFIGS.items():
-        pretrained.write_model(root / name, config, pretrained.weights(config), files=2)
+    for name in pretrained.CONFIGS:
+        pretrained.directory(root / name, name, files=2)
     return root
 
 

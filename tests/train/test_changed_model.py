@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pretrained
 import pytest
+from commands import refusal
 from damage import edit_json
 from flax import nnx
 from launched import write_config
@@ -119,10 +120,7 @@ def run(prepared, tmp_path_factory):
 
 
 def refused(argv, capsys, *says):
-    capsys.readouterr()
-    assert main(argv) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: ")
+    line = refusal(capsys, *argv, alone=False)
     assert all(text in line for text in says), line
 
 
@@ -166,8 +164,7 @@ def test_a_shape_comes_from_any_directory_of_a_model(run, tmp_path):
 
 
 def test_a_pretrained_directory_is_not_loaded_as_another_model(tmp_path):
-    llama = pretrained.CONFIGS["llama"]
-    folder = pretrained.write_model(tmp_path / "hf", llama, pretrained.weights(llama))
+    folder = pretrained.directory(tmp_path / "hf", "llama")
     shape = dataclasses.replace(ax.models.shape_of(folder), rope_theta=5.0)
     trainer = ax.Trainer(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), optax.sgd(0.1), grids.lay(GridShape()))
     with pytest.raises(UserError, match=r"model\.rope_theta = 5\.0 \(10000\.0 there\)"):
