@@ -273,39 +273,24 @@ def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
     assert "this checkpoint has adapters alone" in capsys.readouterr().err
     assert train(root, str(tmp_path / "run"), "--checkpoint.weights", str(root / "run")) == 2
     assert "this checkpoint has adapters alone" in capsys.readouterr().err
-    refused(capsys, ["convert", str(root / "run"), str(tmp_path / "out")], "--adapter", "--merge")
-    assert main(["convert", str(root / "base"), str(tmp_path / "out"), "--adapter"]) == 2
-    capsys.readouterr()
-    refused(
-        capsys,
-        ["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(another)],
-        "the base that the adapters were trained on",
-    )
-    refused(
-        capsys,
-        ["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", "nowhere"],
-        "--base = 'nowhere': the directory of the adapters' base",
-    )
+    convert = ["convert", root / "run", tmp_path / "out"]
+    refused(capsys, convert, "--adapter", "--merge")
+    refusal(capsys, "convert", root / "base", tmp_path / "out", "--adapter", alone=False)
+    convert += ["--merge", "--base"]
+    refused(capsys, [*convert, another], "the base that the adapters were trained on")
+    refused(capsys, [*convert, "nowhere"], "--base = 'nowhere': the directory of the adapters' base")
 
 
 def test_a_base_that_has_gone_or_changed_is_one_line(root, another, capsys, tmp_path):
     generate = ["generate", str(root / "run"), "--prompt", "the ", "--tokens", "9", "--temperature", "0"]
     assert main(generate) == 0
     text = capsys.readouterr().out
-    refused(
-        capsys,
-        ["generate", str(root / "base"), *generate[2:], "--base", str(another)],
-        "base = ",
-        f"left out, as {root / 'base'} is a whole model",
-    )
+    whole = ["generate", root / "base", *generate[2:], "--base", another]
+    refused(capsys, whole, "base = ", f"left out, as {root / 'base'} is a whole model")
     (root / "base").rename(root / "gone")
     try:
-        refused(
-            capsys,
-            generate,
-            f"it is no longer at {root / 'base'}",
-            "--base DIR of generate, evaluate and convert --merge",
-        )
+        told = f"it is no longer at {root / 'base'}", "--base DIR of generate, evaluate and convert --merge"
+        refused(capsys, generate, *told)
         assert main([*generate, "--base", str(root / "gone")]) == 0
         assert capsys.readouterr().out == text
         refused(capsys, [*generate, "--base", "nowhere"], "base = 'nowhere'")
@@ -345,8 +330,5 @@ def test_an_adapter_without_a_tensor_is_one_line(root, another, capsys, tmp_path
     gone = tensors.pop("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight")
     save_file(tensors, folder / "adapter_model.safetensors")
     assert gone.shape == (48, 4)
-    refused(
-        capsys,
-        ["convert", str(folder), str(tmp_path / "out"), "--merge"],
-        "layers.1.mlp.down_proj.lora_B.weight = None: an array of shape (48, 4)",
-    )
+    says = "layers.1.mlp.down_proj.lora_B.weight = None: an array of shape (48, 4)"
+    refused(capsys, ["convert", folder, tmp_path / "out", "--merge"], says)
