@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from commands import refusal
+from commands import answer, refusal
 from damage import edit_json
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
@@ -156,15 +156,13 @@ def test_a_run_goes_on_in_another_precision(root, tmp_path, precision):
 
 def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp_path):
     out, one, two = tmp_path / "adapter", tmp_path / "merged", tmp_path / "from_peft"
-    assert main(["convert", str(root / "run"), str(out), "--adapter", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["to"] == "adapter"
+    assert answer(capsys, "convert", str(root / "run"), str(out), "--adapter")["to"] == "adapter"
     config, tensors = (
         json.loads((out / "adapter_config.json").read_text()),
         load_file(out / "adapter_model.safetensors"),
     )
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(root / "base"))
-    assert main(["convert", str(root / "run"), str(one), "--merge", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["to"] == "huggingface"
+    assert answer(capsys, "convert", str(root / "run"), str(one), "--merge")["to"] == "huggingface"
     assert main(["convert", str(out), str(two), "--merge"]) == 0
     capsys.readouterr()
     merged, base = pretrained.read_model(one), pretrained.weights(CONFIG)
@@ -176,11 +174,9 @@ def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp
         np.testing.assert_allclose(merged[name], value, rtol=0, atol=1e-6, err_msg=name)
         assert np.array_equal(merged[name], again[name])
     assert not np.array_equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
-    texts = []
-    for folder, *grid in ((root / "run",), (one,), (root / "run", "--grid.y", "2")):
-        argv = ["generate", str(folder), "--prompt", "the ", "--tokens", "8", "--temperature", "0", "--json"]
-        assert main([*argv, *grid]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+    words = ("--prompt", "the ", "--tokens", "8", "--temperature", "0")
+    ways = ((root / "run",), (one,), (root / "run", "--grid.y", "2"))
+    texts = [answer(capsys, "generate", *way, *words)["text"] for way in ways]
     assert texts[0] == texts[1] == texts[2] != ""
 
 

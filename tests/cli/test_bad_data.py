@@ -31,25 +31,19 @@ def corrupt_tokenizer(data):
     file.write_bytes(content)
 
 
-def names_that_steer(data):
-    name = {"name": "\x1b]0;owned\x07"}
-    edit_json(data / "manifest.json", lambda raw: raw["splits"]["train"]["shards"][0].update(name))
-
-
-def truncate(data):
-    shard = data / "valid-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
+def renamed(raw):
+    raw["splits"]["train"]["shards"][0]["name"] = "\x1b]0;owned\x07"
 
 
 BAD_DATA = {
-    "shard cut off": (truncate, "shard valid-00000.bin has "),
+    "shard cut off": (lambda data: os.truncate(data / "valid-00000.bin", 9), "shard valid-00000.bin has "),
     "shard missing": (lambda data: (data / "train-00000.bin").unlink(), "shard train-00000.bin is missing"),
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
     "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
     "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
     "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
     "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is missing (No such"),
-    "names that steer": (names_that_steer, r"\x1b]0;owned\x07"),
+    "names that steer": (lambda data: edit_json(data / "manifest.json", renamed), r"\x1b]0;owned\x07"),
 }
 
 

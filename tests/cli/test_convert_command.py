@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pretrained
 import pytest
-from commands import refusal
+from commands import answer, refusal
 
 from axonn_jax.cli.main import main
 from axonn_jax.models.huggingface import shape_from_config
@@ -71,8 +71,7 @@ def test_a_new_config_trains_on_sequences_of_usual_length(name, tmp_path, capsys
     assert differences(shape(), own) == []
     if own.rope is not None:
         np.testing.assert_array_equal(shape().rope.frequencies(16), own.rope.frequencies(16))
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
-    assert "seq_len" not in json.loads(capsys.readouterr().out)
+    assert "seq_len" not in answer(capsys, "convert", str(tmp_path / "run"), str(tmp_path / "out"))
     assert carried(tmp_path / "out") == carried(source)
 
 
@@ -106,8 +105,8 @@ def test_dtypes(tmp_path, capsys):
     pretrained.write_model(tmp_path / "hf", config, state)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "b"), "--dtype", "bf16"]) == 0
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "f"), "--dtype", "fp32", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (answer["to"], answer["dtype"], answer["files"]) == ("huggingface", "float32", 1)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["to"], told["dtype"], told["files"]) == ("huggingface", "float32", 1)
     rounded = {name: value.astype(pretrained.BF16) for name, value in state.items()}
     same(pretrained.read_model(tmp_path / "b"), rounded)
     same(pretrained.read_model(tmp_path / "f"), {name: value.astype(np.float32) for name, value in rounded.items()})

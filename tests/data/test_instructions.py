@@ -152,13 +152,10 @@ def test_first_fit_decreasing(lengths):
     assert first_fit(lengths, 64) == want
 
 
-def skewed(count):
-    """Lengths of instruction data: most short, some hundreds of times longer."""
-    return np.random.default_rng(1).lognormal(5.0, 0.9, count).astype(int).clip(20, 2049)
-
-
 def test_fill_of_skewed_lengths_is_at_least_97_percent():
-    lengths, packer = skewed(20_000), Packer(2049)
+    # Most are short, some hundreds of times longer.
+    lengths = np.random.default_rng(1).lognormal(5.0, 0.9, 20_000).astype(int).clip(20, 2049)
+    packer = Packer(2049)
     rows = []
     for number, length in enumerate(lengths):
         rows += packer.add(MarkedTokens(np.full(length, number, np.uint32), np.ones(length, bool), 0))
@@ -170,10 +167,6 @@ def test_fill_of_skewed_lengths_is_at_least_97_percent():
     assert len(lengths) > 10 * WINDOW
 
 
-def run(*argv):
-    assert main([*map(str, argv)]) == 0
-
-
 def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
     """A file of weight 2.5 comes 2 or 3 times, what is held out once, and what is too long is cut."""
     source = instruction_data.write(tmp_path / "a.jsonl", instruction_data.rows(30, seed=1))
@@ -181,7 +174,7 @@ def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
     instruction_data.write(tmp_path / "b.jsonl", more)
     argv = ["prepare", "--instructions", source, tmp_path / "out", "--tokenizer", folder, "--seq-len", SEQ]
     argv += ["--mix", f"{tmp_path / 'b.jsonl'}:2.5", "--loss", "all", "--too-long", "cut", "--holdout", 0.3, "--bos"]
-    run(*argv, "--json")
+    assert main([*map(str, argv), "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert "keys not read: lang (24 rows)" in err

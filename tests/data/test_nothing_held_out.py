@@ -1,10 +1,8 @@
 """`--holdout 0`: all is trained on, and a run does not evaluate, or says at its start that it cannot."""
 
-import json
-
 import instruction_data
 import pytest
-from commands import refusal
+from commands import answer, refusal
 from instruction_data import all_documents
 
 from axonn_jax import Loader, UserError
@@ -55,8 +53,7 @@ def test_every_text_is_trained_on(place, tmp_path, texts, capsys):
     argv = ["prepare", *map(str, (tmp_path / "text", tmp_path / "out", "--holdout", 0, "--tokenizer", place / "tok"))]
     assert main(argv) == 0
     assert "\nnothing is held out: runs do not evaluate\n" in capsys.readouterr().out
-    assert main([*argv, "--force", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unigram_entropy"] is None
+    assert answer(capsys, *argv, "--force")["unigram_entropy"] is None
     manifest = Manifest.load(tmp_path / "out")
     assert [split.documents for split in manifest.splits.values()] == [len(texts), 0]
     assert manifest.splits["train"].bytes == sum(map(len, texts))

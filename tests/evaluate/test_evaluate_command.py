@@ -184,8 +184,7 @@ def test_a_killed_evaluation_goes_on(goes_on, tmp_path, capsys):
     assert [int(output["generated_output"]) for output in outputs] == list(range(COUNT))
     assert outputs[1]["runs"][0]["runtime"] == 0.1 + 0.2
     assert not file.exists()
-    assert main(["evaluate", "--results", str(tmp_path / "g.results.json"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["models"] == report["models"]
+    assert answer(capsys, "evaluate", "--results", str(tmp_path / "g.results.json"))["models"] == report["models"]
     assert goes_on()[1] == list(range(COUNT))  # a whole evaluation is made anew
 
 

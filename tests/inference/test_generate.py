@@ -66,13 +66,10 @@ def test_the_run_directory_holds_what_it_should(trained):
     assert set(records[-1]) == {"step", "eval_loss", "unigram_entropy"}
 
 
-def generated(capsys, *words):
-    return answer(capsys, "generate", "runs/tiny", "--prompt", "import ", "--tokens", "20", *words)
-
-
 def test_the_same_seed_gives_the_same_text_from_weights_of_another_grid(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
-    first, second, other = (generated(capsys, *words) for words in ((), ("--grid.y", "2"), ("--seed", "1")))
+    asked = ("generate", "runs/tiny", "--prompt", "import ", "--tokens", "20")
+    first, second, other = (answer(capsys, *asked, *more) for more in ((), ("--grid.y", "2"), ("--seed", "1")))
     assert first == second
     assert (first["prompt"], first["sample"]) == ("import ", 0)
     assert len(first["text"]) > 10

@@ -1,5 +1,6 @@
 """Packed rows: several documents in one, each as if it were alone, and a loss over the targets that count."""
 
+import functools
 from collections import defaultdict
 from dataclasses import replace
 
@@ -77,13 +78,9 @@ def alone(shape, kinds, weights=None):
     return grads, float(loss), sum(float((g**2).sum()) for g in grads.values()) ** 0.5
 
 
-WANT = {}
-
-
+@functools.cache
 def want(kind):
-    if kind not in WANT:
-        WANT[kind] = alone(SHAPES[kind], documents(SHAPES[kind].vocab))
-    return WANT[kind]
+    return alone(SHAPES[kind], documents(SHAPES[kind].vocab))
 
 
 def packed(kind):

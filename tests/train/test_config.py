@@ -134,10 +134,6 @@ def test_log_directory_may_exist(config, tmp_path):
 # Text
 
 
-def optional(strategy):
-    return st.none() | strategy
-
-
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 words = text.filter(lambda word: "," not in word)  # of lists, as a flag has them
 numbers = st.floats(allow_nan=False)
@@ -152,7 +148,7 @@ def values(cls):
         if get_origin(annotation) is tuple:
             return st.lists(words, min_size=1, max_size=3).map(tuple)
         if type(None) in arguments:
-            return optional(of(arguments[0], name))
+            return st.none() | of(arguments[0], name)
         if arguments:
             return st.sampled_from(arguments)
         return {int: integers, float: numbers, bool: st.booleans(), str: text}[annotation]

@@ -91,12 +91,6 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     trainer.close()
 
 
-def forever(trainer, timer):
-    timer.start()
-    while True:
-        trainer.step(batch(trainer.engine.steps_done))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"pipe": 2}])
 def test_twenty_interrupts_at_random_moments(axes):
@@ -105,8 +99,10 @@ def test_twenty_interrupts_at_random_moments(axes):
     trainer.step(batch(0))
     for _ in range(20):
         timer = threading.Timer(random.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            forever(trainer, timer)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            timer.start()
+            while True:
+                trainer.step(batch(trainer.engine.steps_done))
         timer.join()
         try:
             trainer.step(batch(trainer.engine.steps_done))

@@ -8,7 +8,7 @@ import numpy as np
 import pretrained
 import pytest
 import tokenizers
-from commands import refusal
+from commands import answer, refusal
 
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
@@ -47,9 +47,8 @@ def test_a_run_keeps_the_small_files(trained):
 
 def test_a_run_begins_from_the_weights_and_goes_back(trained, capsys):
     """With a learning rate of nearly nothing it ends where it began, but for the last bits of float32."""
-    assert main(["convert", str(trained / "run"), str(trained / "out"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["to"], answer["dtype"]) == ("huggingface", "float32")
+    told = answer(capsys, "convert", str(trained / "run"), str(trained / "out"))
+    assert (told["to"], told["dtype"]) == ("huggingface", "float32")
     got, want = pretrained.read_model(trained / "out"), pretrained.weights(CONFIG, pretrained.BF16)
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -100,11 +99,8 @@ def test_an_export_is_the_checkpoint(trained, capsys):
 
 
 def test_generate_reads_any_of_the_directories(trained, capsys):
-    texts = []
-    for name in ("hf", "base", "run"):
-        argv = ["generate", str(trained / name), "--prompt", "the ", "--tokens", "4", "--temperature", "0", "--json"]
-        assert main(argv) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+    words = ("--prompt", "the ", "--tokens", "4", "--temperature", "0")
+    texts = [answer(capsys, "generate", trained / name, *words)["text"] for name in ("hf", "base", "run")]
     assert texts[0] == texts[1] == texts[2] != ""
 
 
