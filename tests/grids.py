@@ -94,8 +94,8 @@ def model_on(shape: ModelShape, grid: Grid, **layout) -> Transformer:
     return parts.merge(params)
 
 
-def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=False, layout=None, **options):
-    """Gradients, under the layers' own names, loss and norm of two microbatches of `model_on`.
+def gradients(shape: ModelShape, axes: GridShape, *, rows=None, dtype="float32", scanned=False, layout=None, **options):
+    """Gradients, under the layers' own names, loss and norm of `model_on`, of two microbatches of `rows` or random ids.
 
     `layout` is a `Transformer`'s, `options` are a `StageProgram`'s; dropout where the shape has it.
     """
@@ -105,7 +105,8 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     stack = stack_layers(model, made) if scanned else unstacked(made)
     program = StageProgram(stack.parts, grid, jnp.dtype(dtype), **options)
     params = stack.join(made.params, grid.mesh)
-    batch = jax.device_put(tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    rows = tokens(shape.vocab, 2, 8, shape.seq_len) if rows is None else rows.reshape(2, -1, rows.shape[-1])
+    batch = jax.device_put(rows, program.batch_sharding())
     key = jax.random.key(3) if shape.dropout else None
     grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
     for name, grad in grads.items():
