@@ -18,6 +18,7 @@ import pytest
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 
+ROOT = Path(__file__).resolve().parents[1]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 UNDER_MPIRUN = [
     pytest.mark.mpi,
@@ -60,7 +61,7 @@ def environment():
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     free = {"OMPI_MCA_hwloc_base_binding_policy": "none"}  # Open MPI 4 gives each of two ranks one core
-    return {**kept, **root, **free, "JAX_PLATFORMS": "cpu"}
+    return {**kept, **root, **free, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def gpu_environment(folder, uuids):
@@ -87,13 +88,15 @@ def command(config, run, ranks=1, **options):
     return words if ranks == 1 else mpirun(ranks, *words)
 
 
-def finished(words, timeout=200):
-    return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=timeout)
+def finished(words, timeout=200, cwd=None, **variables):
+    """What became of a command, in an environment with some variables changed."""
+    env = {**environment(), **variables}
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
 
 
-def succeeded(words, timeout=200):
+def succeeded(words, timeout=200, cwd=None):
     """As `finished`; fails where the status is not 0."""
-    done = finished(words, timeout)
+    done = finished(words, timeout, cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -1,13 +1,12 @@
 """`axonn-jax evaluate` from a model's directory to its figures; one that was stopped goes on."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 
 import pytest
 from commands import answer
+from launched import finished
 from pretrained import bpe, directory
 
 from axonn_jax.cli.main import main
@@ -161,9 +160,7 @@ def goes_on(tmp_path):
     def run(killed_at=0, *words):
         (tmp_path / "judged").write_text("")
         command = [sys.executable, "-c", PROGRAM, str(killed_at), *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
-        )
+        done = finished(command, cwd=tmp_path)
         return done, [int(number) for number in (tmp_path / "judged").read_text().split()]
 
     return run

@@ -1,9 +1,7 @@
 """The scripts of examples and pages run, plain and sharded, and give the same."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import plain
 import pretrained
 import pytest
 import texts
+from launched import ROOT, succeeded
 from tokenizers import Tokenizer
 
 import axonn_jax as ax
@@ -21,18 +20,9 @@ from axonn_jax.data.prepare import prepare
 from axonn_jax.grid import GridShape
 from axonn_jax.tensor.params import split_module
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def losses(name: str, *flags: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), "--steps", "20", *flags],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    done = succeeded([sys.executable, ROOT / "examples" / name, "--steps", "20", *flags])
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
@@ -58,14 +48,7 @@ PROMPTS = ("def main(args):", "import jax")
 
 
 def printed(run_dir: Path, *flags: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/generate.py"), str(run_dir), *PROMPTS, *flags],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    done = succeeded([sys.executable, ROOT / "examples/generate.py", run_dir, *PROMPTS, *flags])
     return done.stdout.splitlines()
 
 
@@ -92,15 +75,7 @@ def test_the_sharded_script_prints_the_plain_ones_texts_and_scores(tmp_path):
 @pytest.mark.slow
 def test_the_example_trains(tmp_path):
     prepare(texts.write(tmp_path / "source", files=48, words=8000), tmp_path / "text", vocab=4096, include=["*.py"])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "library.py"), str(tmp_path / "text"), "10"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        cwd=tmp_path,
-    )
+    done = succeeded([sys.executable, ROOT / "examples/library.py", tmp_path / "text", "10"], 300, tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
@@ -109,15 +84,7 @@ def test_the_example_trains(tmp_path):
 @pytest.mark.slow
 def test_repeated_passages_are_memorised_without_the_goldfish_loss_only(tmp_path):
     picture = tmp_path / "goldfish.png"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "goldfish.py"), "300", str(picture)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        cwd=tmp_path,
-    )
+    done = succeeded([sys.executable, ROOT / "examples/goldfish.py", "300", picture], 900, tmp_path)
     last = {int(k): float(share) for k, share in re.findall(r"k (\d+) .* memorised ([\d.]+)", done.stdout)}
     assert last[0] >= 0.75
     assert last[2] == last[4] == 0.0
@@ -130,14 +97,7 @@ def test_the_page_pipelines_plain_flax_layers(closed):
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/pipeline.md").read_text(), re.S)[1]
     assert "trainer.close()" in code
     code = code if closed else code.replace("trainer.close()", "")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    done = succeeded([sys.executable, "-c", code], 300)
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[0].isdecimal()]
     assert len(losses) == 20
     assert losses[-1] < 0.1 < losses[0]
