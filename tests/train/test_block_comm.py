@@ -1,4 +1,4 @@
-"""Blocks that gather the residual stream over `x` or split its sequence over `y`: curves, memory, refusals."""
+"""Blocks that gather the residual stream or split its sequence; weights that stay gathered: curves and refusals."""
 
 from dataclasses import replace
 from itertools import product
@@ -18,6 +18,7 @@ from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.train.engines.step import compile_abstract
+from axonn_jax.train.validate import check_settings
 
 BOTH, SPLIT = BlockComm(attention=True, mlp=True), BlockComm(sequence_split=True)
 SMALL = replace(grids.LLAMA, layers=1)
@@ -104,3 +105,25 @@ def test_sequences_that_do_not_split_are_refused_before_anything_compiles():
     trainer = make_trainer(transformer(grids.GPT, comm=SPLIT), optax.sgd(0.1), GridShape(y=4))
     with pytest.raises(UserError, match=r"sequence length = 7: with sequence parallelism a multiple of y = 4"):
         trainer.step(np.zeros((2, 8), np.int32))
+
+
+# In bfloat16 every device rounds its gradient of a microbatch; "layer" rounds the sum over `z` once more, "step" adds
+# in float32. Entries of two programs then differ by a few roundings of 2**-9 each.
+BF16_TOLERANCE = 8 * 2.0**-9
+
+MIXED = grids.GridShape(1, 2, 2, 1, 2)
+
+
+@pytest.mark.parametrize("gather", ["step", pytest.param("backward", marks=pytest.mark.slow)])
+def test_in_bfloat16_gradients_differ_by_roundings(gather):
+    layer, kept = (
+        grids.gradients(grids.GPT, MIXED, dtype="bfloat16", activations="full", reshard_after=one)
+        for one in ("forward", gather)
+    )
+    grids.check_gradients(kept, layer, BF16_TOLERANCE, 2.0**-9)
+
+
+def test_a_pipeline_keeps_none():
+    with pytest.raises(UserError, match=r"memory.reshard_after = 'step': forward where grid.pipe is above 1"):
+        check_settings(2, MemoryConfig(reshard_after="step"), TensorConfig())
+    check_settings(2, MemoryConfig(), TensorConfig())
