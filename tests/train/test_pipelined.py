@@ -222,10 +222,10 @@ def of_flax_layers(**options):
     """A curve in buckets smaller than some parameters and larger than others."""
     axes = GridShape(**{axis: options.pop(axis) for axis in GRID_AXES if axis in options})
     made = make_trainer(flax_layers, optax.adam(1e-2), axes, microbatches=MICROBATCHES, clip=1.0, bucket=400, **options)
-    found = trainers.curve(made, again(batches(32, 9), STEPS))
+    found = trainers.curve(made, again(ids(32, 4, 2 * ROWS, 9), STEPS))
     for pipe in getattr(made.engine, "_pipes", {}).values():
-        for reduction in pipe.reductions.values():  # the gradients take the place of their sums
-            memory = reduction.reduce.memory_analysis()
+        for reduction in pipe.reductions.values() if "zero" not in options else ():
+            memory = reduction.reduce.memory_analysis()  # the gradients take the place of their sums
             assert memory.alias_size_in_bytes == memory.argument_size_in_bytes > 0
     made.close()
     return found
@@ -246,7 +246,7 @@ def of_flax_layers(**options):
 def test_plain_flax_layers_train_over_a_pipeline_and_replicas_of_either_axis(options):
     """Where there are no experts, layers of plain Flax take the axis `expert` for a part of `data`."""
     found = of_flax_layers(**options)
-    np.testing.assert_allclose(found, of_flax_layers(), rtol=NORM_TOLERANCE)
+    np.testing.assert_allclose(found[:4], of_flax_layers()[:4], rtol=CURVE_TOLERANCE)
     losses, want = (np.asarray(each)[:, 0] for each in (found, of_flax_layers()))
     np.testing.assert_allclose(losses, want, rtol=CURVE_TOLERANCE)
     assert losses[-1] < losses[0] - 0.1
