@@ -14,10 +14,9 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Trainer
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.train.optimizer import decayed
-from axonn_jax.train.trainer import Trainer
 
 MICROBATCHES, ROWS, BUCKET = 2, 32, 8000
 SHAPES = {

@@ -58,6 +58,19 @@ def pytest_runtest_teardown(item, nextitem):
             ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A small prepared directory of a vocabulary of 300."""
+    from axonn_jax.data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("prepared")
+    for part in range(4):
+        lines = [f"def f{n}(x):\n    return x + {n * n % 97}\n" for n in range(part, 2000, 4)]
+        (folder / f"{part}.py").write_text("\n".join(lines))
+    prepare(folder, folder / "data", vocab=300, include=["*.py"], holdout=0.3)
+    return folder / "data"
+
+
 @pytest.fixture
 def hangup():
     """SIGHUP as a terminal's programs have it, also where the suite runs under `nohup`, which ignores it."""

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding
 from axonn_jax.grid import Grid, GridShape, build_grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import Precisions
-from axonn_jax.models.config import ModelShape
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.stacked import stack_layers, unstacked
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.config import MemoryConfig
@@ -26,6 +25,7 @@ EPS = float(np.finfo(np.float32).eps)
 # Of the same sums in another order (test_parity measures them).
 GRADIENT_TOLERANCE = 16 * EPS
 SCALAR_TOLERANCE = 4 * EPS
+CURVE_TOLERANCE = 2e-6  # of what some steps carry on of that (test_trainer measures it)
 TINY = 1e-30  # of a gradient that is zero
 
 # Every size divides by 8 where some grid of 8 devices splits it eight ways, over two axes at once included.
@@ -98,15 +98,14 @@ def model_on(shape: ModelShape, grid: Grid, **layout) -> Transformer:
 
 def program_of(parts, grid: Grid, dtype="float32", sums="float32", **options) -> StageProgram:
     """The program of a model's gradients; `options` are of [memory], or the program's own."""
-    memory = MemoryConfig(
-        **{name: options.pop(name) for name in ("activations", "reshard_after", "bucket") if name in options}
-    )
-    dtypes = Precisions(jnp.dtype(dtype), jnp.dtype("float32"), jnp.dtype(sums))
+    of_memory = ("activations", "reshard_after", "bucket")
+    memory = MemoryConfig(**{name: options.pop(name) for name in of_memory if name in options})
+    dtypes = Precisions(jnp.dtype(dtype), jnp.dtype("float32"), jnp.dtype(sums), frozenset(parts.roles))
     return StageProgram(parts, grid, dtypes, memory, **options)
 
 
-def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=False, layout=None, **options):
-    """Gradients, under the layers' own names, loss and norm of two microbatches of `model_on`.
+def gradients(shape: ModelShape, axes: GridShape, *, rows=None, dtype="float32", scanned=False, layout=None, **options):
+    """Gradients, under the layers' own names, loss and norm of `model_on`, of two microbatches of `rows` or random ids.
 
     `layout` is a `Transformer`'s, `options` are a `StageProgram`'s; dropout where the shape has it.
     """
@@ -116,7 +115,8 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     stack = stack_layers(model, made) if scanned else unstacked(made)
     program = program_of(stack.parts, grid, dtype, **options)
     params = stack.join(made.params, grid.mesh)
-    batch = jax.device_put(tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    rows = tokens(shape.vocab, 2, 8, shape.seq_len) if rows is None else rows.reshape(2, -1, rows.shape[-1])
+    batch = jax.device_put(rows, program.batch_sharding())
     key = jax.random.key(3) if shape.dropout else None
     grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
     for name, grad in grads.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import TokenSamples
 
 CHATML = (
@@ -82,6 +83,12 @@ def rows(count: int, seed: int = 0) -> list[dict]:
 def write(path: Path, lines: list[dict]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def prepared(folder: Path, lines: list[dict], tokenizer: Path, seq_len: int, holdout: float = 0.3, **options):
+    """The manifest and the notes of rows that are written and prepared into a folder's `out`."""
+    given = (write(folder / "data.jsonl", lines), folder / "out", InstructionOptions(seq_len, **options))
+    return prepare_instructions(*given, tokenizer=tokenizer, holdout=holdout, force=True)
 
 
 def documents(words):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import select
 import shutil
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from axonn_jax.checkpoint.manifest import all_steps, step_of
+
+ROOT = Path(__file__).resolve().parents[1]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 UNDER_MPIRUN = [
     pytest.mark.mpi,
@@ -47,11 +51,17 @@ eval_batches = 2
 """
 
 
+def write_config(path, data, layers=1, more=""):
+    """The file of a small run, with lines of further tables behind it."""
+    path.write_text(f"{CONFIG.format(data=data, layers=layers)}\n{more}\n")
+    return path
+
+
 def environment():
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     free = {"OMPI_MCA_hwloc_base_binding_policy": "none"}  # Open MPI 4 gives each of two ranks one core
-    return {**kept, **root, **free, "JAX_PLATFORMS": "cpu"}
+    return {**kept, **root, **free, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def gpu_environment(folder, uuids):
@@ -69,13 +79,62 @@ def flags(options):
     return [word for key, value in options.items() for word in (f"--{key.replace('_', '.', 1)}", str(value))]
 
 
+def mpirun(ranks, *words):
+    return [MPIRUN, "--oversubscribe", "-n", str(ranks), *map(str, words)]
+
+
 def command(config, run, ranks=1, **options):
     words = [*AXONN, "train", str(config), "--log.dir", str(run), *flags(options)]
-    return words if ranks == 1 else [MPIRUN, "--oversubscribe", "-n", str(ranks), *words]
+    return words if ranks == 1 else mpirun(ranks, *words)
 
 
-def finished(words, timeout=200):
-    return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=timeout)
+def finished(words, timeout=200, cwd=None, **variables):
+    """What became of a command, in an environment with some variables changed."""
+    env = {**environment(), **variables}
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
+
+
+def succeeded(words, timeout=200, cwd=None):
+    """As `finished`; fails where the status is not 0."""
+    done = finished(words, timeout, cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def together(words_of, variables_of, seconds=240):
+    """What becomes of two processes that nothing but their variables joins; each is given words by its rank."""
+    starts = [(words_of(rank), {**environment(), **variables}) for rank, variables in enumerate(variables_of)]
+    both = [subprocess.Popen(words, env=env, stdout=-1, stderr=-1, text=True) for words, env in starts]
+    said = [process.communicate(timeout=seconds) for process in both]
+    return [
+        subprocess.CompletedProcess(one.args, one.returncode, *texts) for one, texts in zip(both, said, strict=True)
+    ]
+
+
+def slurm_tasks():
+    """The variables of two tasks of one node, as srun sets them; the coordinator's port comes from the job's number."""
+    job = {"SLURM_JOB_ID": str(random.SystemRandom().randrange(10**6)), "SLURM_STEP_ID": "0"}
+    job |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
+    return [{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+
+
+def objects(text):
+    """JSON among the lines that libraries write."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith(("{", "[["))]
+
+
+def until(holds, about, seconds=120, process=None):
+    """Waits until something holds; fails behind the seconds, or when a process has ended, with what is known."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert process is None or process.poll() is None, about()
+        assert time.monotonic() < end, f"not within {seconds} s: {about()}"
+        time.sleep(0.02)
+
+
+def complete(run):
+    """The step of a run's newest complete checkpoint, 0 if there is none."""
+    return max((step_of(path) or 0 for path in all_steps(run / "checkpoints")), default=0)
 
 
 def curves(run):
@@ -126,19 +185,16 @@ class Launched:
                 self._pids[int(number.partition(b"=")[2])] = pid
         return self._pids
 
+    def until(self, holds, what, seconds=120):
+        until(holds, lambda: f"{what}:\n{self.stderr[-3000:]}", seconds, self.mpirun)
+
     def wait_for(self, text, seconds=120):
-        end = time.monotonic() + seconds
-        while text not in self.stderr:
-            assert self.mpirun.poll() is None, self.stderr[-3000:]
-            assert time.monotonic() < end, f"no {text!r} within {seconds} s:\n{self.stderr[-3000:]}"
-            time.sleep(0.05)
+        self.until(lambda: text in self.stderr, repr(text), seconds)
 
     def wait_for_error(self, pattern, seconds=10):
         """Waits for an error line: the launcher may pass on what a rank said after the rank has gone."""
-        end = time.monotonic() + seconds
-        while not any(re.search(pattern, line) for line in errors(self.stderr)):
-            assert time.monotonic() < end, f"no error {pattern!r}:\n{self.stderr[-4000:]}"
-            time.sleep(0.05)
+        found = lambda: any(re.search(pattern, line) for line in errors(self.stderr))  # noqa: E731
+        until(found, lambda: f"no error {pattern!r}:\n{self.stderr[-4000:]}", seconds)
 
     def wait_until_gone(self, seconds, *, stopped=(), mpirun=True):
         """Seconds until all ranks but those `stopped`, and mpirun, have ended; fails after `seconds`."""

@@ -1,16 +1,11 @@
 """A small model trained under options of precision, offload and ZeRO-1."""
 
-import functools
-
-import grids
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+from trainers import ids, make_trainer
 
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
+from axonn_jax.models import ModelShape
 from axonn_jax.train.optimizer import decayed
 
 SHAPE = ModelShape(
@@ -32,12 +27,8 @@ slow = pytest.mark.slow
 
 
 def batches(count=STEPS):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, SHAPE.vocab, (16, SHAPE.seq_len + 1)).astype(np.int32) for _ in range(count)]
+    return ids(SHAPE.vocab, count, 16, SHAPE.seq_len + 1).astype(np.int32)
 
 
 def made(grid, optimizer=ADAMW, **options):
-    make = functools.partial(Transformer, SHAPE)
-    return make_trainer(
-        lambda: make(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=4, **{"clip": 0.5} | options
-    )
+    return make_trainer(SHAPE, optimizer, grid, microbatches=4, **{"clip": 0.5} | options)

@@ -9,6 +9,8 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
+from axonn_jax.cli.main import main
+from axonn_jax.data.prepare import prepare
 from axonn_jax.models.huggingface import shape_from_config
 from axonn_jax.models.huggingface.entries import entries_of
 
@@ -99,6 +101,25 @@ def write_model(folder: Path, config: dict, state: dict[str, np.ndarray], files:
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text)
     return folder
+
+
+def directory(folder: Path, family: str, files: int = 1, **changes) -> Path:
+    """A family's directory, of its random weights and a config with some fields changed."""
+    config = CONFIGS[family] | changes
+    return write_model(folder, config, weights(config), files)
+
+
+def converted(root: Path, dtype: np.dtype = F32, files: int = 1) -> Path:
+    """A llama in `hf` with a foreign tokenizer, data prepared with it, and `base`, the directory it is converted to."""
+    source = write_model(root / "hf", CONFIGS["llama"], weights(CONFIGS["llama"], dtype), files)
+    # Its end is not number 0.
+    (source / "tokenizer.json").write_text(bpe(290, ["<pad>", "<|endoftext|>"]).to_str())
+    (root / "text").mkdir()
+    for number in range(4):
+        (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
+    prepare(root / "text", root / "data", tokenizer=source, holdout=0.3)
+    assert main(["convert", str(source), str(root / "base")]) == 0
+    return root
 
 
 def read_model(folder: Path) -> dict[str, np.ndarray]:

@@ -7,8 +7,7 @@ import grids
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.restore import validated

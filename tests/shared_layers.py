@@ -11,8 +11,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax import GridShape, PipelineConfig
 
 MICROBATCHES, VOCAB, LAYERS = 6, 32, 12
 BATCH = np.random.default_rng(0).integers(0, VOCAB, (MICROBATCHES * 2, 9))

@@ -8,9 +8,7 @@ import pytest
 from compiled.gspmd import Way, _abstract, _check_same, _compile, _count, compare_bytes, compare_runs
 from grids import GPT, LLAMA
 
-from axonn_jax.errors import UserError
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, MoeConfig, UserError
 from axonn_jax.memory.optimizer_state import ModelState
 from axonn_jax.train.engines.step import TrainState
 

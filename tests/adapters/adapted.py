@@ -13,9 +13,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import axonn_jax as ax
-from axonn_jax.adapters.layers import lora
+from axonn_jax import GridShape, lora
 from axonn_jax.adapters.peft import CONFIG, TENSORS, read_adapter
-from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface.entries import from_huggingface
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.tensor.params import split_module

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
+from commands import answer, refusal
+from damage import edit_json
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
@@ -26,16 +28,7 @@ LORA = ["--lora.rank", "4", "--lora.alpha", "8", "--train.lr", "0.01", "--train.
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A pretrained model, its converted directory, data, and a LoRA run of two steps on `pipe` and `y`."""
-    root = tmp_path_factory.mktemp("lora")
-    source = pretrained.write_model(root / "hf", CONFIG, pretrained.weights(CONFIG))
-    (source / "tokenizer.json").write_text(pretrained.bpe(290, ["<pad>", "<|endoftext|>"]).to_str())
-    (root / "text").mkdir()
-    for number in range(4):
-        (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
-    assert (
-        main(["prepare", str(root / "text"), str(root / "data"), "--tokenizer", str(source), "--holdout", "0.3"]) == 0
-    )
-    assert main(["convert", str(source), str(root / "base")]) == 0
+    root = pretrained.converted(tmp_path_factory.mktemp("lora"))
     assert train(root, "run", "--grid.pipe", "2", "--grid.y", "2", "--train.steps", "2", "--checkpoint.every", "1") == 0
     return root
 
@@ -55,10 +48,8 @@ def params(step: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(stored_array(step / arrays[name].part, name, 1 << 20).read().result()) for name in names}
 
 
-def refused(capsys, *says: str) -> None:
-    line = capsys.readouterr().err
-    assert line.startswith("error: ")
-    assert line.count("\n") == 1, line
+def refused(capsys, argv: list[str], *says: str) -> None:
+    line = refusal(capsys, *argv)
     for text in says:
         assert text in line
 
@@ -165,15 +156,13 @@ def test_a_run_goes_on_in_another_precision(root, tmp_path, precision):
 
 def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp_path):
     out, one, two = tmp_path / "adapter", tmp_path / "merged", tmp_path / "from_peft"
-    assert main(["convert", str(root / "run"), str(out), "--adapter", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["to"] == "adapter"
+    assert answer(capsys, "convert", str(root / "run"), str(out), "--adapter")["to"] == "adapter"
     config, tensors = (
         json.loads((out / "adapter_config.json").read_text()),
         load_file(out / "adapter_model.safetensors"),
     )
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(root / "base"))
-    assert main(["convert", str(root / "run"), str(one), "--merge", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["to"] == "huggingface"
+    assert answer(capsys, "convert", str(root / "run"), str(one), "--merge")["to"] == "huggingface"
     assert main(["convert", str(out), str(two), "--merge"]) == 0
     capsys.readouterr()
     merged, base = pretrained.read_model(one), pretrained.weights(CONFIG)
@@ -185,11 +174,9 @@ def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp
         np.testing.assert_allclose(merged[name], value, rtol=0, atol=1e-6, err_msg=name)
         assert np.array_equal(merged[name], again[name])
     assert not np.array_equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
-    texts = []
-    for folder, *grid in ((root / "run",), (one,), (root / "run", "--grid.y", "2")):
-        argv = ["generate", str(folder), "--prompt", "the ", "--tokens", "8", "--temperature", "0", "--json"]
-        assert main([*argv, *grid]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+    words = ("--prompt", "the ", "--tokens", "8", "--temperature", "0")
+    ways = ((root / "run",), (one,), (root / "run", "--grid.y", "2"))
+    texts = [answer(capsys, "generate", *way, *words)["text"] for way in ways]
     assert texts[0] == texts[1] == texts[2] != ""
 
 
@@ -282,33 +269,29 @@ def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
     assert "this checkpoint has adapters alone" in capsys.readouterr().err
     assert train(root, str(tmp_path / "run"), "--checkpoint.weights", str(root / "run")) == 2
     assert "this checkpoint has adapters alone" in capsys.readouterr().err
-    assert main(["convert", str(root / "run"), str(tmp_path / "out")]) == 2
-    refused(capsys, "--adapter", "--merge")
-    assert main(["convert", str(root / "base"), str(tmp_path / "out"), "--adapter"]) == 2
-    capsys.readouterr()
-    assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(another)]) == 2
-    refused(capsys, "the base that the adapters were trained on")
-    assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", "nowhere"]) == 2
-    refused(capsys, "--base = 'nowhere': the directory of the adapters' base")
+    convert = ["convert", root / "run", tmp_path / "out"]
+    refused(capsys, convert, "--adapter", "--merge")
+    refusal(capsys, "convert", root / "base", tmp_path / "out", "--adapter", alone=False)
+    convert += ["--merge", "--base"]
+    refused(capsys, [*convert, another], "the base that the adapters were trained on")
+    refused(capsys, [*convert, "nowhere"], "--base = 'nowhere': the directory of the adapters' base")
 
 
 def test_a_base_that_has_gone_or_changed_is_one_line(root, another, capsys, tmp_path):
     generate = ["generate", str(root / "run"), "--prompt", "the ", "--tokens", "9", "--temperature", "0"]
     assert main(generate) == 0
     text = capsys.readouterr().out
-    assert main(["generate", str(root / "base"), *generate[2:], "--base", str(another)]) == 2
-    refused(capsys, "base = ", f"left out, as {root / 'base'} is a whole model")
+    whole = ["generate", root / "base", *generate[2:], "--base", another]
+    refused(capsys, whole, "base = ", f"left out, as {root / 'base'} is a whole model")
     (root / "base").rename(root / "gone")
     try:
-        assert main(generate) == 2
-        refused(capsys, f"it is no longer at {root / 'base'}", "--base DIR of generate, evaluate and convert --merge")
+        told = f"it is no longer at {root / 'base'}", "--base DIR of generate, evaluate and convert --merge"
+        refused(capsys, generate, *told)
         assert main([*generate, "--base", str(root / "gone")]) == 0
         assert capsys.readouterr().out == text
-        assert main([*generate, "--base", "nowhere"]) == 2
-        refused(capsys, "base = 'nowhere'")
+        refused(capsys, [*generate, "--base", "nowhere"], "base = 'nowhere'")
         shutil.copytree(another, root / "base")
-        assert main(generate) == 2
-        refused(capsys, "this one's checksum is another")
+        refused(capsys, generate, "this one's checksum is another")
         shutil.rmtree(root / "base")
         assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(root / "gone")]) == 0
     finally:
@@ -333,10 +316,8 @@ BAD_ADAPTERS = {
 def test_adapters_that_are_not_applied_are_one_line(root, another, capsys, tmp_path, name):
     changes, says = BAD_ADAPTERS[name]
     folder = shutil.copytree(root / "adapter", tmp_path / "adapter")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--merge"]) == 2
-    refused(capsys, says)
+    edit_json(folder / "adapter_config.json", lambda raw: raw.update(changes))
+    refused(capsys, ["convert", str(folder), str(tmp_path / "out"), "--merge"], says)
 
 
 def test_an_adapter_without_a_tensor_is_one_line(root, another, capsys, tmp_path):
@@ -345,5 +326,5 @@ def test_an_adapter_without_a_tensor_is_one_line(root, another, capsys, tmp_path
     gone = tensors.pop("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight")
     save_file(tensors, folder / "adapter_model.safetensors")
     assert gone.shape == (48, 4)
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--merge"]) == 2
-    refused(capsys, "layers.1.mlp.down_proj.lora_B.weight = None: an array of shape (48, 4)")
+    says = "layers.1.mlp.down_proj.lora_B.weight = None: an array of shape (48, 4)"
+    refused(capsys, ["convert", folder, tmp_path / "out", "--merge"], says)

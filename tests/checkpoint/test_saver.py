@@ -1,7 +1,6 @@
 """Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways."""
 
 import gc
-import json
 import os
 import random
 import shutil
@@ -13,17 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from commands import answer
+from jax import NamedSharding, P
 from saved import GRID, check_files, faults, names, saver, state
 
+from axonn_jax import GridShape, UserError
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 
 CORRUPTIONS = 200
 
@@ -211,8 +209,7 @@ def test_inspect_lists_sound_and_damaged_ones(two, tmp_path, capsys):
     shutil.copytree(two, tmp_path / "checkpoints")
     victim = next((tmp_path / "checkpoints" / "step_00000004" / "part_000" / "d").iterdir())
     flip(victim, random.Random(0))
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-    newest_row, row = json.loads(capsys.readouterr().out)["checkpoints"]
+    newest_row, row = answer(capsys, "inspect", str(tmp_path))["checkpoints"]
     assert (newest_row["step"], newest_row["valid"], row["step"], row["valid"]) == (4, False, 2, True)
     assert victim.name in newest_row["fault"]
     assert (row["position"], row["grid"], row["processes"]) == (2, str(GRID), 1)

@@ -1,12 +1,12 @@
 """Data that is not whole, or a run directory that cannot be written, is found before anything is trained."""
 
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from damage import edit_json, flip
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.manifest import Manifest
@@ -20,10 +20,7 @@ def data(prepared, place, write_config):
 
 
 def corrupt(data):
-    shard = data / "train-00000.bin"
-    content = bytearray(shard.read_bytes())
-    content[10] ^= 1
-    shard.write_bytes(content)
+    flip(data / "train-00000.bin", 10)
 
 
 def corrupt_tokenizer(data):
@@ -34,26 +31,19 @@ def corrupt_tokenizer(data):
     file.write_bytes(content)
 
 
-def names_that_steer(data):
-    raw = json.loads((data / "manifest.json").read_text())
+def renamed(raw):
     raw["splits"]["train"]["shards"][0]["name"] = "\x1b]0;owned\x07"
-    (data / "manifest.json").write_text(json.dumps(raw))
-
-
-def truncate(data):
-    shard = data / "valid-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
 
 
 BAD_DATA = {
-    "shard cut off": (truncate, "shard valid-00000.bin has "),
+    "shard cut off": (lambda data: os.truncate(data / "valid-00000.bin", 9), "shard valid-00000.bin has "),
     "shard missing": (lambda data: (data / "train-00000.bin").unlink(), "shard train-00000.bin is missing"),
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
     "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
     "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
     "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
     "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is missing (No such"),
-    "names that steer": (names_that_steer, r"\x1b]0;owned\x07"),
+    "names that steer": (lambda data: edit_json(data / "manifest.json", renamed), r"\x1b]0;owned\x07"),
 }
 
 
@@ -65,17 +55,10 @@ def test_bad_data(data, refused, case, verify):
     refused(["train", "run.toml", "--data.verify", verify], "data.path = 'data': ", says)
 
 
-CORRUPT_DATA = {
-    "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
-}
-
-
-@pytest.mark.parametrize("case", CORRUPT_DATA)
-def test_data_that_is_corrupt_ends_the_run_that_reads_it(data, refused, case, monkeypatch):
+def test_data_that_is_corrupt_ends_the_run_that_reads_it(data, refused, monkeypatch):
     monkeypatch.delitem(sys.modules, "axonn_jax.train.main")  # the real one
-    damage, says = CORRUPT_DATA[case]
-    damage(data)
-    refused(["train", "run.toml"], "data.path = 'data': ", says)
+    corrupt(data)
+    refused(["train", "run.toml"], "data.path = 'data': ", "shard train-00000.bin is corrupt")
 
 
 def test_data_that_is_not_to_be_verified_is_not(data, capsys):
@@ -85,9 +68,7 @@ def test_data_that_is_not_to_be_verified_is_not(data, capsys):
 
 
 def test_a_directory_without_a_checksum_of_its_tokenizer_is_taken_as_it_is(data):
-    manifest = json.loads((data / "manifest.json").read_text())
-    del manifest["tokenizer_sha256"]
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(data / "manifest.json", lambda raw: raw.pop("tokenizer_sha256"))
     corrupt_tokenizer(data)
     Manifest.load(data).verify()
 

@@ -1,19 +1,16 @@
 """Every bad input ends with status 2 and one line that names the field, the value and what is accepted."""
 
 import os
-import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from launched import AXONN, finished
 
 from axonn_jax.cli.inspect import Inspect
 from axonn_jax.cli.main import main
 from axonn_jax.cli_args import parse
 from axonn_jax.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_base_configuration_is_good(write_config, capsys):
@@ -301,11 +298,8 @@ sys.exit(f"imported {loaded}" if loaded else status)
 def test_in_a_process_of_its_own(write_config, tmp_path, flags, line):
     write_config()
     argv = ["train", "run.toml", *flags]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     for python in (["-m", "axonn_jax.cli.main"], ["-c", CHECK]):
-        done = subprocess.run(
-            [sys.executable, *python, *argv], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-        )
+        done = finished([sys.executable, *python, *argv], cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
@@ -314,9 +308,7 @@ def test_a_channel_between_processes_is_refused_in_one(write_config, tmp_path):
     """How many processes take part is known only once the run starts; still nothing is compiled or left behind."""
     write_config()
     argv = ["train", "run.toml", "--grid.pipe", "2", "--pipeline.channel", "mpi4jax"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    python = [sys.executable, "-m", "axonn_jax.cli.main"]
-    done = subprocess.run([*python, *argv], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = finished([*AXONN, *argv], cwd=tmp_path)
     line = "error: pipeline.channel = 'mpi4jax': local or auto in a run of one process; mpirun or srun starts several\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]

@@ -7,10 +7,9 @@ import sys
 from typing import get_args
 
 import pytest
-from launched import AXONN, MPIRUN, UNDER_MPIRUN
-from launched import environment as of_mpirun
+from commands import answer, refusal
+from launched import AXONN, UNDER_MPIRUN, mpirun, succeeded
 
-from axonn_jax.cli.main import main
 from axonn_jax.planner.machines.machine import Measured
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.terminal import libraries_on_stderr
@@ -39,8 +38,7 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     memory = f"memory_bytes = {machine.device.memory_bytes}"  # whatever this machine has
     out.write_text(out.read_text().replace(memory, "memory_bytes = 64e9", 1))
     plan = ["plan", "--model", "gpt-1.3b", "--machine", str(out), "--devices", "2", "--batch-tokens", "8192"]
-    assert main([*plan, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["configs"][0]["step_s"] > 0
+    assert answer(capsys, *plan)["configs"][0]["step_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -55,18 +53,12 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     ],
 )
 def test_one_line_for_nonsense(capsys, flags, named):
-    assert main(["calibrate", *flags]) == 2
-    error = capsys.readouterr().err
-    assert named in error
-    assert error.count("\n") == 1
+    assert named in refusal(capsys, "calibrate", *flags)
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsys, tmp_path):
     (tmp_path / "x.toml").mkdir()
-    assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 2
-    error = capsys.readouterr().err
-    assert "--out" in error
-    assert error.count("\n") == 1
+    assert "--out" in refusal(capsys, "calibrate", "--out", tmp_path / "x.toml")
 
 
 def test_what_libraries_print_is_not_in_the_figures(capfd):
@@ -81,11 +73,7 @@ def test_what_libraries_print_is_not_in_the_figures(capfd):
 def test_processes_measure_together(tmp_path, ranks):
     out = tmp_path / "both.toml"
     words = [*AXONN, "calibrate", "--devices", str(ranks), "--rounds", "1", "--seq", "64", "--out", str(out), "--json"]
-    done = subprocess.run(
-        [MPIRUN, "--oversubscribe", "-n", str(ranks), *words],
-        capture_output=True, text=True, timeout=300, env=of_mpirun(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = succeeded(mpirun(ranks, *words), timeout=300)
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["processes"] == machine.node.devices == ranks
     assert [one.channel for one in machine.messages] == ["mpi4py"]

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import transformers
+from commands import refusal
 from tokenizers import Tokenizer, processors
 
 from axonn_jax.cli.generate import Generate
 from axonn_jax.cli.generate.texts import prompts_of
-from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.data.tokenize import load
@@ -73,12 +73,12 @@ def test_another_template_than_the_models_own_on_request(chat_dir, tmp_path, cap
     answered = Conversation([*talk, {"role": "assistant", "content": ""}])
     passages = Alpaca().passages(answered, ())
     assert tokenizer.decode(got, skip_special_tokens=False) == "<|im_end|>".join(passage.text for passage in passages)
-    assert main(["generate", str(chat_dir), "--prompt", "x", "--template", "alpaca"]) == 2
-    assert "--template = 'alpaca': --chat beside it" in capsys.readouterr().err
-    assert main(["generate", str(chat_dir), "--prompt", "x", "--chat", "--template", "alpca"]) == 2
-    assert "--template = 'alpca': alpaca, chat or FILE.jinja; did you mean 'alpaca'?" in capsys.readouterr().err
-    assert main(["evaluate", str(chat_dir), "--execute", "--template", "none.jinja"]) == 2
-    assert "--template = 'none.jinja': a file in jinja that can be read" in capsys.readouterr().err
+    prompt = ("generate", chat_dir, "--prompt", "x", "--template")
+    assert "--template = 'alpaca': --chat beside it" in refusal(capsys, *prompt, "alpaca")
+    says = "--template = 'alpca': alpaca, chat or FILE.jinja; did you mean 'alpaca'?"
+    assert says in refusal(capsys, *prompt, "alpca", "--chat")
+    says = "--template = 'none.jinja': a file in jinja that can be read"
+    assert says in refusal(capsys, "evaluate", chat_dir, "--execute", "--template", "none.jinja")
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_conversation_of_no_use_names_its_line(chat_dir, tmp_path, line, says)
 
 
 def test_without_a_template_it_is_one_line(run_dir, capsys):
-    assert main(["generate", str(run_dir), "--prompt", "x", "--chat"]) == 2
-    assert "--chat = True: a model whose tokenizer has a chat template" in capsys.readouterr().err
+    line = refusal(capsys, "generate", run_dir, "--prompt", "x", "--chat")
+    assert "--chat = True: a model whose tokenizer has a chat template" in line
 
 
 def test_without_jinja_it_is_one_line(chat_dir, monkeypatch):

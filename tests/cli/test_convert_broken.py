@@ -1,21 +1,17 @@
 """`axonn-jax convert`: broken and hostile directories, and arguments of no use, are one line."""
 
 import json
-import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pretrained
 import pytest
+from damage import edit_json, huge, link, pipe
 
 
 def config(**changes):
-    def change(folder):
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
+    return lambda folder: edit_json(folder / "config.json", lambda raw: raw.update(changes))
 
 
 def text(name, content):
@@ -53,18 +49,15 @@ def raw(change):
     return write
 
 
-def shift(header, body):
-    last = max((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"])
-    header[last]["data_offsets"][0] -= 4
-    header[last]["data_offsets"][1] -= 4
-    return (body[:-4],)
+def moved_by(size):
+    """The last tensor begins so many bytes later, or earlier."""
 
+    def change(header, body):
+        last = max((header[key] for key in header if key != "__metadata__"), key=lambda entry: entry["data_offsets"])
+        last["data_offsets"] = [offset + size for offset in last["data_offsets"]]
+        return (body[:size] if size < 0 else body + bytes(size),)
 
-def gap(header, body):
-    last = max((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"])
-    header[last]["data_offsets"][0] += 4
-    header[last]["data_offsets"][1] += 4
-    return (body + bytes(4),)
+    return change
 
 
 def index(**changes):
@@ -76,14 +69,11 @@ def index(**changes):
             path.unlink()
         folder.rmdir()
         pretrained.write_model(folder, content, tensors, files=3)
-        path = folder / "model.safetensors.index.json"
-        raw = json.loads(path.read_text())
-        for old, new in changes.items():
-            key = {"norm": "model.norm.weight", "extra": "model.extra"}[old]
-            raw["weight_map"][key] = new
-            if new is None:
-                del raw["weight_map"][key]
-        path.write_text(json.dumps(raw))
+        edit_json(folder / "model.safetensors.index.json", renamed)
+
+    def renamed(raw):
+        files = raw["weight_map"] | {{"norm": NORM, "extra": "model.extra"}[old]: new for old, new in changes.items()}
+        raw["weight_map"] = {name: file for name, file in files.items() if file is not None}
 
     return write
 
@@ -96,14 +86,6 @@ def moved(name, to):
     return lambda folder: (folder / name).rename(folder / to)
 
 
-def link(name, to):
-    return lambda folder: ((folder / name).unlink(missing_ok=True), (folder / name).symlink_to(to))
-
-
-def pipe(name):
-    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
-
-
 NORM = "model.norm.weight"
 THIRD = "model-00003-of-00003.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5000000000\n"
@@ -113,7 +95,7 @@ BROKEN = {  # each field of a config: models/test_huggingface_maps.py
     "config no JSON": (text("config.json", "{"), "config.json': a config in JSON"),
     "config a list": (text("config.json", "[]"), "an object in JSON"),
     "config deep": (text("config.json", "[" * 99_999), "nested too deeply"),
-    "config huge": (lambda f: os.truncate(f / "config.json", 1 << 40), "more than the 16,777,216 that are read"),
+    "config huge": (huge("config.json"), "more than the 16,777,216 that are read"),
     "config a pipe": (pipe("config.json"), "not a regular file"),
     "config elsewhere": (link("config.json", "/etc/hostname"), "a link that leads elsewhere"),
     "model type": (config(model_type="lama"), "config.model_type = 'lama'", "did you mean 'llama'?"),
@@ -170,8 +152,8 @@ BROKEN = {  # each field of a config: models/test_huggingface_maps.py
     "header endless": (raw(lambda h, b: b"\xff" * 8 + b), "header too large"),
     "header no JSON": (raw(lambda h, b: struct.pack("<Q", 8) + b"\x1b[2Jnone" + b), "invalid JSON in header"),
     "cut off": (raw(lambda h, b: (b[:-9],)), "file not fully covered"),
-    "overlap": (raw(shift), "invalid offset for tensor"),
-    "gap": (raw(gap), "invalid offset for tensor"),
+    "overlap": (raw(moved_by(-4)), "invalid offset for tensor"),
+    "gap": (raw(moved_by(4)), "invalid offset for tensor"),
     "size": (raw(lambda h, b: h[NORM].update(shape=[47])), "invalid shape, data type, or offset"),
     "a huge size": (raw(lambda h, b: h[NORM].update(shape=[2**62, 48])), "overflow"),
     "quantised weights": (state(lambda s: s.update({NORM: s[NORM].astype(np.int8)})), "quantised weights are not"),
@@ -194,8 +176,7 @@ BROKEN = {  # each field of a config: models/test_huggingface_maps.py
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_or_hostile_is_one_line(case, place, refused):
     damage, *says = BROKEN[case]
-    llama = pretrained.CONFIGS["llama"]
-    damage(pretrained.write_model(Path("hf"), llama, pretrained.weights(llama)))
+    damage(pretrained.directory(Path("hf"), "llama"))
     refused(["convert", "hf", "out"], *says)
     assert not Path("out").exists()
 
@@ -215,5 +196,5 @@ def test_arguments_of_no_use_are_one_line(case, place, refused, monkeypatch):
     monkeypatch.setattr("axonn_jax.cli.convert.find_spec", lambda name: None)
     argv, *says = ARGUMENTS[case]
     if "hf" in argv:
-        pretrained.write_model(Path("hf"), pretrained.CONFIGS["llama"], pretrained.weights(pretrained.CONFIGS["llama"]))
+        pretrained.directory(Path("hf"), "llama")
     refused(argv, *says)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pretrained
 import pytest
+from commands import answer, refusal
 
 from axonn_jax.cli.main import main
 from axonn_jax.models.huggingface import shape_from_config
@@ -71,8 +72,7 @@ def test_a_new_config_trains_on_sequences_of_usual_length(name, tmp_path, capsys
     assert differences(shape(), own) == []
     if own.positions == "rope":
         np.testing.assert_array_equal(frequencies(shape()), frequencies(own))
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
-    assert "seq_len" not in json.loads(capsys.readouterr().out)
+    assert "seq_len" not in answer(capsys, "convert", str(tmp_path / "run"), str(tmp_path / "out"))
     assert carried(tmp_path / "out") == carried(source)
 
 
@@ -85,11 +85,9 @@ def test_a_config_made_of_a_shape_says_the_same(name):
 
 
 def test_an_index_names_each_file(tmp_path):
-    config = pretrained.CONFIGS["qwen3"]
-    source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
+    source, state = pretrained.directory(tmp_path / "hf", "qwen3"), pretrained.weights(pretrained.CONFIGS["qwen3"])
     assert main(["convert", str(source), str(tmp_path / "run"), "--shard-size", "0.00005"]) == 0
     index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
-    state = pretrained.weights(config)
     assert index["weight_map"].keys() == state.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
     for name in set(index["weight_map"].values()):
@@ -108,8 +106,8 @@ def test_dtypes(tmp_path, capsys):
     pretrained.write_model(tmp_path / "hf", config, state)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "b"), "--dtype", "bf16"]) == 0
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "f"), "--dtype", "fp32", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (answer["to"], answer["dtype"], answer["files"]) == ("huggingface", "float32", 1)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["to"], told["dtype"], told["files"]) == ("huggingface", "float32", 1)
     rounded = {name: value.astype(pretrained.BF16) for name, value in state.items()}
     same(pretrained.read_model(tmp_path / "b"), rounded)
     same(pretrained.read_model(tmp_path / "f"), {name: value.astype(np.float32) for name, value in rounded.items()})
@@ -128,21 +126,18 @@ def test_published_files_without_the_prefix_with_buffers_and_the_tied_head(tmp_p
 
 
 def test_the_hubs_cache_whose_files_are_links(tmp_path):
-    config = pretrained.CONFIGS["llama"]
-    cached = tmp_path / "models--a--b" / "snapshots" / "0123"
-    source = pretrained.write_model(cached, config, pretrained.weights(config))
+    source = pretrained.directory(tmp_path / "models--a--b" / "snapshots" / "0123", "llama")
     blobs = tmp_path / "models--a--b" / "blobs"
     blobs.mkdir()
     for number, path in enumerate(sorted(source.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
     assert main(["convert", str(source), str(tmp_path / "run")]) == 0
-    same(pretrained.read_model(tmp_path / "run"), pretrained.weights(config))
+    same(pretrained.read_model(tmp_path / "run"), pretrained.weights(pretrained.CONFIGS["llama"]))
 
 
 def test_a_folder_called_tokenizer_is_left_aside(tmp_path):
-    config = pretrained.CONFIGS["llama"]
-    source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
+    source = pretrained.directory(tmp_path / "hf", "llama")
     (source / "tokenizer").mkdir()
     (source / "tokenizer" / "tokenizer.json").write_text("{}")
     (source / "vocab.json").mkdir()
@@ -151,14 +146,10 @@ def test_a_folder_called_tokenizer_is_left_aside(tmp_path):
 
 
 def test_force_replaces_a_converted_directory_and_nothing_else(tmp_path, capsys):
-    config = pretrained.CONFIGS["llama"]
-    source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
-    argv = ["convert", str(source), str(tmp_path / "run")]
+    argv = ["convert", str(pretrained.directory(tmp_path / "hf", "llama")), str(tmp_path / "run")]
     assert main(argv) == 0
-    assert main(argv) == 2
-    assert "--force replaces this converted one" in capsys.readouterr().err
+    assert "--force replaces this converted one" in refusal(capsys, *argv)
     assert main([*argv, "--force", "--shard-size", "0.00005"]) == 0
     assert not (tmp_path / "run" / "model.safetensors").exists()
     (tmp_path / "run" / "notes.md").write_text("mine")
-    assert main([*argv, "--force"]) == 2
-    assert "this one holds 'notes.md'" in capsys.readouterr().err
+    assert "this one holds 'notes.md'" in refusal(capsys, *argv, "--force")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import MPIRUN, OPEN_MPI_4, gpu_environment
+from launched import MPIRUN, OPEN_MPI_4, alive, gpu_environment, until
 
 from axonn_jax.backend.small_products import sums_are_wrong
 from axonn_jax.cli.doctor import Doctor, _show, run
@@ -192,21 +192,31 @@ def test_plain_output_has_no_escapes_and_says_what_to_do(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "says"),
+    ("check", "environ", "status", "found"),
     [
-        ({}, "ok", "they agree"),
-        ({"SLURM_NTASKS": "8"}, "warning", "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=8"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "warning", "SLURM_STEP_NUM_TASKS=4 but OMPI_COMM_WORLD_SIZE=2"),
-        ({"PMI_RANK": "3"}, "ok", "they agree"),
-        ({"SLURM_PROCID": "4"}, "warning", "PROCID < STEP_NUM_TASKS"),
-        ({"SLURM_LOCALID": "x"}, "warning", "no number"),
+        (slurm, TASK, "ok", "they agree"),
+        (slurm, TASK | {"SLURM_NTASKS": "8"}, "warning", "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=8"),
+        (slurm, TASK | {"OMPI_COMM_WORLD_SIZE": "2"}, "warning", "SLURM_STEP_NUM_TASKS=4 but OMPI_COMM_WORLD_SIZE=2"),
+        (slurm, TASK | {"PMI_RANK": "3"}, "ok", "they agree"),
+        (slurm, TASK | {"SLURM_PROCID": "4"}, "warning", "PROCID < STEP_NUM_TASKS"),
+        (slurm, TASK | {"SLURM_LOCALID": "x"}, "warning", "no number"),
+        # the limit on pinned memory, beside the host's memory
+        (pinned, {}, "ok", "is not set: runs raise it from 64"),
+        (pinned, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "512"}, "ok", "LIMIT_GB = 512; the host has "),
+        (pinned, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, "warning", "LIMIT_GB = 1; the host has "),
+        (pinned, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "all"}, "warning", "LIMIT_GB = 'all': a whole number of GiB"),
+        # the share of a GPU that runs take
+        (preallocated, {}, "ok", "XLA_CLIENT_MEM_FRACTION is not set: runs take 92% of a GPU's"),
+        (preallocated, {"XLA_CLIENT_MEM_FRACTION": ".95"}, "ok", "= .95: runs take at most 95%"),
+        (preallocated, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "= .5: runs take at most 50%"),
+        (preallocated, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "warning", "= false: runs take at most 75%"),
+        (preallocated, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "ok", "= platform: runs take at most 100%"),
     ],
 )
-def test_slurm_of_a_task(change: dict[str, str], status: str, says: str) -> None:
-    row = slurm({**TASK, **change})
-    assert row.status == status
-    assert says in row.found
-    assert bool(row.fix) == (status != "ok")
+def test_what_the_environment_says_is_a_row(check, environ, status, found) -> None:
+    row = check(environ)
+    assert (row.status, bool(row.fix)) == (status, status != "ok")
+    assert found in row.found
 
 
 def test_slurm_without_and_in_a_batch_shell() -> None:
@@ -251,19 +261,7 @@ def test_probe_ends_the_children_too(tmp_path: Path) -> None:
     seen = probe(["bash", "-c", f"sleep 600 & echo $! > {pid}; wait"], 1)
     assert seen.timed_out
     assert seen.trouble == "no answer within 1 s"
-    with pytest.raises(ProcessLookupError):
-        _wait_gone(int(pid.read_text()))
-
-
-def _wait_gone(pid: int) -> None:
-    import time
-
-    for _ in range(50):
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat")
-        if state.exists() and state.read_text().split()[2] == "Z":
-            raise ProcessLookupError
-        time.sleep(0.1)
+    until(lambda: not alive(int(pid.read_text())), lambda: "it is still there", 5)
 
 
 def test_probe_of_a_missing_program() -> None:
@@ -281,38 +279,6 @@ def test_same_mpi() -> None:
 
 def test_loopback_works_here() -> None:
     assert loopback() == ""
-
-
-@pytest.mark.parametrize(
-    ("environ", "status", "found"),
-    [
-        ({}, "ok", "is not set: runs raise it from 64"),
-        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "512"}, "ok", "LIMIT_GB = 512; the host has "),
-        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, "warning", "LIMIT_GB = 1; the host has "),
-        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "all"}, "warning", "LIMIT_GB = 'all': a whole number of GiB"),
-    ],
-)
-def test_the_limit_on_pinned_memory_stands_beside_the_hosts_memory(environ, status, found) -> None:
-    row = pinned(environ)
-    assert row.status == status
-    assert found in row.found
-    assert bool(row.fix) == (status != "ok")
-
-
-@pytest.mark.parametrize(
-    ("environ", "status", "found"),
-    [
-        ({}, "ok", "XLA_CLIENT_MEM_FRACTION is not set: runs take 92% of a GPU's"),
-        ({"XLA_CLIENT_MEM_FRACTION": ".95"}, "ok", "= .95: runs take at most 95%"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "= .5: runs take at most 50%"),
-        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "warning", "= false: runs take at most 75%"),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "ok", "= platform: runs take at most 100%"),
-    ],
-)
-def test_the_share_of_a_gpu_that_runs_take(environ, status, found) -> None:
-    row = preallocated(environ)
-    assert (row.status, bool(row.fix)) == (status, status != "ok")
-    assert found in row.found
 
 
 def test_a_working_directory_that_is_gone_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

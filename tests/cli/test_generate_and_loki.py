@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pretrained
 import pytest
+from commands import refusal
 
 from axonn_jax.cli.main import main
 
@@ -84,11 +85,9 @@ def test_a_calibration_of_other_weights_is_refused(model, generate, prepared, tm
     other = pretrained.write_model(tmp_path / "other", config, state)
     for name in ("tokenizer.json", "loki.safetensors"):
         shutil.copyfile(model / name, other / name)
-    assert main(["generate", str(other), "--prompt", "x", "--attention", "loki"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "--attention = 'loki': a calibration of these weights" in err
-    assert f"axonn-jax loki {other} --data DIR" in err
+    line = refusal(capsys, "generate", other, "--prompt", "x", "--attention", "loki")
+    assert "--attention = 'loki': a calibration of these weights" in line
+    assert f"axonn-jax loki {other} --data DIR" in line
 
 
 class Interrupted(io.StringIO):

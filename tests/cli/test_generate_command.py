@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from damage import edit_json, pipe
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.tokenize import load, prompt_ids
@@ -16,22 +17,12 @@ from axonn_jax.distributed import initialize
 from axonn_jax.errors import UserError
 from axonn_jax.inference.texts import TextPart
 
-
-def change(act):
-    def damage(file):
-        raw = json.loads(file.read_text())
-        act(raw["model"])
-        file.write_text(json.dumps(raw))
-
-    return damage
-
-
 TOKENIZERS = {
     "missing": (lambda file: file.unlink(), "No such file"),
     "empty": (lambda file: file.write_text(""), "is damaged"),
     "cut off": (lambda file: os.truncate(file, 999), "is damaged"),
     "deep": (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
-    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
+    "a pipe": (lambda file: pipe(file.name)(file.parent), "not a regular file"),
 }
 
 
@@ -48,10 +39,8 @@ def test_a_prompt_of_no_use_is_found_before_jax_starts(run_dir, refused):
 
 def test_an_empty_prompt_begins_a_document_where_the_tokenizer_is_ours(run_dir, refused):
     assert prompt_ids(load(run_dir / "tokenizer.json"), "") == [0]
-    raw = json.loads((run_dir / "tokenizer.json").read_text())
-    raw["pre_tokenizer"]["add_prefix_space"] = True
-    raw["pre_tokenizer"]["use_regex"] = False
-    (run_dir / "tokenizer.json").write_text(json.dumps(raw))
+    other = {"add_prefix_space": True, "use_regex": False}
+    edit_json(run_dir / "tokenizer.json", lambda raw: raw["pre_tokenizer"].update(other))
     refused(["generate", "run", "--prompt", ""], "--prompt = '': a text of at least one token")
 
 

@@ -11,23 +11,15 @@ import sys
 import types
 import zlib
 from importlib import metadata
-from pathlib import Path
 
 import pytest
+from launched import AXONN, UNDER_MPIRUN, environment, finished, mpirun
 
 from axonn_jax.cli import main as command_line
 from axonn_jax.cli.main import COMMANDS, main, rank_of, report
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.huggingface.families import FAMILIES
 from axonn_jax.train.config_file import tables
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def shell(*argv, environ=None, code=None, **options):
-    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "axonn_jax.cli.main"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | (environ or {})
-    return subprocess.run([*start, *argv], env=env, capture_output=True, text=True, timeout=60, **options)
 
 
 def install(monkeypatch, run, arguments=None):
@@ -53,7 +45,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["--version"], ["-V"]])
 def test_help_and_version_import_nothing_heavy(argv):
-    done = shell(*argv, code=IMPORTED)
+    done = finished([sys.executable, "-c", IMPORTED, *argv])
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout
 
@@ -77,7 +69,7 @@ def test_version_names_the_package_and_what_it_stands_on(capsys):
 
 
 def test_train_help_shows_every_key_and_no_jax():
-    done = shell("train", "--help", code=IMPORTED.replace('"numpy", ', ""))
+    done = finished([sys.executable, "-c", IMPORTED.replace('"numpy", ', ""), "train", "--help"])
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout.startswith("usage: axonn-jax train CONFIG.toml ")
     for table, keys in tables().items():
@@ -188,10 +180,7 @@ sys.modules["axonn_jax.cli.try"] = module
 m.COMMANDS = {"try": ""}
 sys.exit(m.main(["try"]))
 """
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
@@ -201,9 +190,8 @@ sys.exit(m.main(["try"]))
 def test_reader_of_standard_output_gone():
     read, write = os.pipe()
     os.close(read)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "axonn_jax.cli.main", "train", "--help"]
-    done = subprocess.run(argv, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    argv = [*AXONN, "train", "--help"]
+    done = subprocess.run(argv, env=environment(), stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -283,14 +271,9 @@ def test_a_new_command_needs_one_line(monkeypatch, capsys):
     assert re.search(r"^  try +tries$", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.mpi
-def test_only_one_line_under_mpirun(tmp_path):
-    mpirun = Path(sys.executable).parent / "mpirun"
-    if not mpirun.exists():
-        pytest.skip("no mpirun in this environment")
-    environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
-    argv = [mpirun, "--oversubscribe", "-n", "3", sys.executable, "-m", "axonn_jax.cli.main", "train", "none.toml"]
-    done = subprocess.run(argv, cwd=tmp_path, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=UNDER_MPIRUN)])
+def test_only_one_line_under_mpirun(ranks, tmp_path):
+    done = finished(mpirun(ranks, *AXONN, "train", "none.toml"), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("error: ") == 1
@@ -301,8 +284,7 @@ def test_only_one_line_under_mpirun(tmp_path):
 @pytest.mark.parametrize(("words", "status"), [("--version", 0), ("doctor --help", 0), ("trian", 2)])
 def test_closed_streams_change_no_status(words, status, closed):
     line = f"{shlex.quote(sys.executable)} -m axonn_jax.cli.main {words} {closed}"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=60)
+    done = finished(["sh", "-c", line])
     assert done.returncode == status, done.stderr
     assert (done.stderr.count("\n") == 1) == (status == 2 and "2>&-" not in closed)
 
@@ -312,6 +294,5 @@ def test_a_file_opened_later_takes_no_closed_stream():
         "import sys; from axonn_jax.cli.main import main; main(['--version']); print(open('/dev/null').fileno() > 2, "
     )
     line = f'{shlex.quote(sys.executable)} -c "{code}file=sys.stderr)" >&- <&-'
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=60)
+    done = finished(["sh", "-c", line])
     assert done.stderr == "True\n"

@@ -1,8 +1,7 @@
 """`plan` and `simulate` asked the same: one choice, the same seconds, on fifty jobs."""
 
-import json
-
 import pytest
+from commands import answer
 
 from axonn_jax.cli.main import main
 
@@ -44,8 +43,7 @@ def jobs():
 
 
 def asked(capsys, command, flags):
-    assert main([command, *flags, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return answer(capsys, command, *flags)
 
 
 def test_the_same_flags_give_the_same_choice_and_seconds(capsys):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from commands import PLAN, SIMULATE, output
 from hlo.collectives import totals
-from plans import PLAN, SIMULATE, output
 
 from axonn_jax.cli.plan.flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION

@@ -1,11 +1,7 @@
 """Flags for which there is no grid: the message names the flag that is wrong, and what it may be."""
 
-import json
-
 import pytest
-from plans import PLAN
-
-from axonn_jax.cli.main import main
+from commands import PLAN, answer
 
 WRONG = [
     (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),
@@ -35,8 +31,7 @@ def test_devices_are_named_where_nothing_else_is_given(refused):
 
 
 def test_virtual_stages_mean_a_pipeline(capsys):
-    assert main([*PLAN, "--virtual-stages", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys, *PLAN, "--virtual-stages", "2")
     assert {one["virtual_stages"] for one in found["configs"]} == {2}
     assert all(one["pipe"] > 1 for one in found["configs"])
     assert any("no pipeline for virtual stages" in one["why"] for one in found["rejected"])
@@ -44,7 +39,6 @@ def test_virtual_stages_mean_a_pipeline(capsys):
 
 def test_one_grid_is_not_said_as_many(capsys):
     few = ["plan", "--model", "gpt-1.3b", "--machine", "perlmutter", "--devices", "2", "--batch-tokens", "2048"]
-    assert main([*few, "--grid.data", "1", "--offload", "optimizer", "--json"]) == 0
-    counts = [one["grid"] for one in json.loads(capsys.readouterr().out)["rejected"]]
+    counts = [one["grid"] for one in answer(capsys, *few, "--grid.data", "1", "--offload", "optimizer")["rejected"]]
     assert "1 grid" in counts
     assert "1 grids" not in counts

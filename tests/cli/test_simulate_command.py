@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plans import SIMULATE, output
+from commands import SIMULATE, output
 
 from axonn_jax.cli.simulate import Simulate
 from axonn_jax.cli_args import parse

@@ -1,8 +1,7 @@
 """axonn-jax timeline: picture, table, one JSON object, refusals."""
 
-import json
-
 import pytest
+from commands import answer, refusal
 
 from axonn_jax.cli.main import main
 from axonn_jax.timeline.spans import Span
@@ -46,10 +45,7 @@ def test_table_and_picture(run_dir, capsys):
 
 
 def test_json_is_one_object(run_dir, capsys):
-    assert main(["timeline", str(run_dir), "--step", "3", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert (out.count("\n"), err) == (1, "")
-    found = json.loads(out)
+    found = answer(capsys, "timeline", run_dir, "--step", 3)
     assert (found["step"], found["steps"], found["step_s"]) == (3, [3, 4, 5], pytest.approx(6.0))
     assert found["idle"] == pytest.approx(0.5)
     assert found["shares"]["backward"] == pytest.approx(0.25)
@@ -62,8 +58,7 @@ def test_json_is_one_object(run_dir, capsys):
 
 
 def test_an_unfinished_step_on_request(run_dir, capsys):
-    assert main(["timeline", str(run_dir), "--step", "5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 5
+    assert answer(capsys, "timeline", run_dir, "--step", 5)["step"] == 5
 
 
 def test_refusals(place, refused):
@@ -84,15 +79,11 @@ def test_refusals(place, refused):
 
 def test_a_picture_that_cannot_be_written(run_dir, capsys):
     (run_dir / "timeline.png").mkdir()
-    assert main(["timeline", str(run_dir)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "a directory to write timeline.png in (Is a directory)" in err
+    assert "a directory to write timeline.png in (Is a directory)" in refusal(capsys, "timeline", run_dir)
 
 
 def test_a_step_is_played_again(run_dir, capsys):
-    assert main(["timeline", str(run_dir), "--replay", "1f1b", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["replay"]
+    found = answer(capsys, "timeline", run_dir, "--replay", "1f1b")["replay"]
     assert (found["policy"], found["measured_s"]) == ("1f1b", pytest.approx(5.0))
     assert found["simulated_s"] == pytest.approx(5.0, rel=0.05)
     assert main(["timeline", str(run_dir), "--replay", "1f1b"]) == 0
@@ -101,8 +92,4 @@ def test_a_step_is_played_again(run_dir, capsys):
 
 def test_what_cannot_be_played_again(run_dir, capsys):
     for argv in (["--replay", "zero-bubble"], ["--replay", "1f1b", "--step", "5"], ["--replay", "fifo"]):
-        assert main(["timeline", str(run_dir), *argv]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
+        refusal(capsys, "timeline", run_dir, *argv)

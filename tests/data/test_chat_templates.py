@@ -1,5 +1,6 @@
-"""Answers in the text of chat templates: of published ones as transformers marks them, and of templates in files."""
+"""Answers in the text of chat templates, of published ones as transformers marks them; tokens that they name."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -15,7 +16,6 @@ from axonn_jax.data.instructions.chat import ChatTemplate
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.schemas import Conversation, conversation_of
 from axonn_jax.data.instructions.templates import Jinja, template_of
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 
 FILE = Path(__file__).parents[1] / "fixtures" / "chat_templates.toml"
 TEXTS = tomllib.loads(FILE.read_text())
@@ -87,11 +87,6 @@ def test_renderings_of_a_conversation_do_not_grow_with_it(monkeypatch, name):
         form.passages(Conversation(talk), range(2 * turns))
         made.append(0)
     assert made.index(0) * 2 == len(made) - 2 < 32
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return instruction_data.tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
 
 
 def test_a_chat_is_what_transformers_makes_of_it(folder):
@@ -170,11 +165,9 @@ def inside_of(text):
 def test_a_model_is_asked_by_the_template_of_its_training(folder, tmp_path, template):
     own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     (tmp_path / "own.jinja").write_text(own + "{{ 'assistant: ' if add_generation_prompt }}")
-    source = instruction_data.write(
-        tmp_path / "data.jsonl", [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
-    )
     name = str(tmp_path / template) if "." in template else template
-    prepare_instructions(source, tmp_path / "out", InstructionOptions(96, name), tokenizer=folder, holdout=0.3)
+    rows = [{"prompt": f"q {n}", "completion": "a"} for n in range(9)]
+    instruction_data.prepared(tmp_path, rows, folder, 96, template=name)
     asked, form = ChatTemplate.of(tmp_path / "out", "--chat", True), template_of(name, folder)
     for talk in (TALK, [{"role": "system", "content": "be short"}, *TALK]):
         passages = form.passages(Conversation(talk), [len(talk) - 1])
@@ -189,8 +182,37 @@ def test_conversations_whose_answers_do_not_show_are_counted(folder, tmp_path):
     own += "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "own.jinja").write_text(own)
     rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *TALK[1 : 2 + 2 * (n % 4 == 0)]]} for n in range(16)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
-    options = InstructionOptions(96, template=str(tmp_path / "own.jinja"))
-    manifest, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    manifest, notes = instruction_data.prepared(tmp_path, rows, folder, 96, template=str(tmp_path / "own.jinja"))
     assert manifest.skipped["unmarked"] == 4
     assert "conversations whose answers the template's text does not show: 4 left out" in notes
+
+
+NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token", "tool_token", "add_bos_token")
+TEMPLATE = "{{ messages[0].content }}" + "".join(f"|{{{{ {name} }}}}" for name in NAMES)
+OBJECT = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+OTHER = {"bos_token": "<b>", "eos_token": {"content": "<e>", **OBJECT}, "pad_token": None}
+LISTED = {"added_tokens_decoder": {"1": {"content": "<|im_start|>", "special": True, **OBJECT}}}
+CASES = {
+    "one file": ({}, {}),
+    "the map wins": ({}, {"special_tokens_map": OTHER}),
+    "not where tokens are listed": (LISTED, {"special_tokens_map": OTHER}),
+    "nor by null": (LISTED | {"bos_token": None}, {"special_tokens_map": OTHER}),
+    "the map alone": ({"bos_token": None, "eos_token": None}, {"special_tokens_map": OTHER}),
+    "objects": ({"eos_token": {"__type": "AddedToken", "content": "<e>", **OBJECT}}, {}),
+    "added tokens alone": ({"eos_token": "<e>"}, {"added_tokens": {"<e>": 500}}),
+    "both": ({"eos_token": "<x>"}, {"added_tokens": {"<e>": 500}, "special_tokens_map": OTHER}),
+    "others by name": ({"image_token": "<i>", "add_bos_token": True}, {}),
+    "extra by name": ({"extra_special_tokens": {"image_token": "<i>", "tool_token": "<t>"}}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_special_tokens_are_those_of_transformers(tmp_path, case):
+    settings, files = CASES[case]
+    folder = instruction_data.tokenizer(tmp_path / "t", template=TEMPLATE)
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    for name, content in {"tokenizer_config": given | {"pad_token": "<p>"} | settings, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    talk = [{"role": "user", "content": "x"}]
+    want = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False)
+    assert ChatTemplate.of(folder, "--chat", True).text(talk, answers=False) == want

@@ -1,17 +1,20 @@
-"""The token that ends a document, from a tokenizer that exists to prepared data, a run, its texts and its export."""
+"""Tokenizers that are given: their tokens are those of the library, their end is that of data, runs and exports."""
 
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pretrained
 import pytest
 import tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from axonn_jax.cli.main import main
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.tokenize import ends_of
+from axonn_jax.errors import UserError
 
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 8192}
 KINDS = {
@@ -112,3 +115,80 @@ def test_a_run_and_its_export_end_texts_as_its_data_does(prepared, tmp_path):
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == wanted
     for folder in (run, tmp_path / "out"):
         assert ends_of(Path(folder), tokenize.load(folder / "tokenizer.json"), "RUN_DIR") == (end,)
+
+
+TEXT = (
+    "for n in range(12345):\n    print(n)  # caf\u0065\u0301\n\nthe token of the mesh and the shard of the token\n" * 20
+)
+SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT4 = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")
+
+
+def write(folder, before=None, normalizer=None, end="<|endoftext|>", **model):
+    """A tokenizer with one special token, number 0, as the library's tutorial makes them."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = before or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(vocab_size=330, special_tokens=[end], initial_alphabet=alphabet, show_progress=False),
+    )
+    raw = json.loads(made.to_str())
+    raw["model"] |= model
+    if "ignore_merges" in model:
+        raw["model"]["vocab"]["\u0120shard"] = len(raw["model"]["vocab"])
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return folder
+
+
+OF_ONE_SETTING = {
+    "ours": {},
+    "use_regex": {"before": SPLIT},
+    "digits": {"before": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), SPLIT])},
+    "gpt-4": {"before": pre_tokenizers.Sequence([GPT4, SPLIT])},
+    "nfc": {"normalizer": normalizers.NFC()},
+    "prefix space": {"before": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "ignore_merges": {"ignore_merges": True},
+    "end_of_word_suffix": {"end_of_word_suffix": "</w>"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_SETTING)
+def test_every_setting_counts(kind, tmp_path):
+    folder = write(tmp_path / "given", **OF_ONE_SETTING[kind])
+    tokenizer, _, end = tokenize.load_given(folder, "--tokenizer")
+    wanted = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode(TEXT).ids == wanted.encode(TEXT).ids
+    assert end == 0
+    # Only in prompts to a tokenizer of ours is its end's name a text.
+    prompt = tokenize.load(folder / "tokenizer.json").encode("<|endoftext|>").ids
+    assert (prompt == [0]) == (kind != "ours")
+
+
+def test_one_that_draws_keeps_doing_so(tmp_path):
+    folder = write(tmp_path / "given", dropout=0.5)
+    assert tokenize.load(folder / "tokenizer.json").model.dropout == 0.5
+
+
+def test_data_has_the_tokens_of_the_setting(tmp_path, capsys):
+    folder = write(tmp_path / "given", before=SPLIT)
+    (tmp_path / "text").mkdir()
+    for name in range(5):
+        (tmp_path / "text" / f"{name}.txt").write_text(TEXT if name < 4 else "held out")
+    argv = ["prepare", str(tmp_path / "text"), str(tmp_path / "data"), "--tokenizer", str(folder), "--holdout", "0.1"]
+    assert main(argv) == 0
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    assert np.fromfile(tmp_path / "data" / "train-00000.bin", "uint16").tolist() == [*ids, 0] * 4
+
+
+def test_another_end_alone_needs_its_name(tmp_path):
+    folder = write(tmp_path / "given", end="</s>")
+    with pytest.raises(UserError, match=r"an eos_token named in a tokenizer_config\.json"):
+        tokenize.load_given(folder, "--tokenizer")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer, _, end = tokenize.load_given(folder, "--tokenizer")
+    assert (tokenizer.id_to_token(end), end) == ("</s>", 0)

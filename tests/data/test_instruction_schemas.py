@@ -14,11 +14,6 @@ from axonn_jax.data.loader import TokenSamples
 from axonn_jax.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return instruction_data.tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
-
-
 @pytest.mark.parametrize(
     ("row", "want"),
     [
@@ -67,9 +62,7 @@ def test_marks_of_messages_and_schemas_of_others(folder, row, want):
 def test_tokens_of_a_turn_that_is_left_out_do_not_count(folder, tmp_path, loss):
     talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
     rows = [{"messages": [TALK[0] | {"content": f"the {n}"}, *talk[1:]]} for n in range(8)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
-    options = InstructionOptions(128, loss=loss)
-    manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    manifest, _ = instruction_data.prepared(tmp_path, rows, folder, 128, loss=loss)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     for ids, marks in all_documents(manifest, 128):
@@ -86,13 +79,11 @@ def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):
     asked = {"role": "user", "content": "the grid", "name": "x"}
     talk = [asked, {"role": "assistant", "content": "mesh", "reasoning_content": "because", "tool_calls": [{"f": 1}]}]
     rows = [{"id": n, "messages": [asked | {"content": f"the {n}"}, *talk[1:]]} for n in range(8)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
     for template, listed in (
         (str(tmp_path / "own.jinja"), ["id", "name of messages", "tool_calls of messages"]),
         ("alpaca", ["id", "name of messages", "reasoning_content of messages", "tool_calls of messages"]),
     ):
-        options = InstructionOptions(96, template=template)
-        _, notes = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3, force=True)
+        _, notes = instruction_data.prepared(tmp_path, rows, folder, 96, template=template)
         assert notes[0] == f"keys not read: {', '.join(f'{key} (8 rows)' for key in listed)}"
 
 
@@ -118,9 +109,7 @@ def test_a_file_of_held_out_conversations(folder, tmp_path):
 @pytest.mark.parametrize("loss", ["response", "all"])
 def test_a_text_is_trained_on_as_it_is(folder, tmp_path, template, loss):
     rows = [{"text": f"the grid {n}" + "<|endoftext|>" * (n % 2)} for n in range(8)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
-    options = InstructionOptions(32, template, loss)
-    manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    manifest, _ = instruction_data.prepared(tmp_path, rows, folder, 32, template=template, loss=loss)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     want = [[*tokenizer.encode(f"the grid {n}", add_special_tokens=False).ids, end] for n in range(8)]

@@ -6,6 +6,7 @@ from collections import Counter
 import instruction_data
 import numpy as np
 import pytest
+from damage import edit_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_data import all_documents, documents
@@ -16,7 +17,6 @@ from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.pack import WINDOW, MarkedTokens, Packer, first_fit
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import Loader, TokenSamples
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.models.packed import counted_targets, token_ids
@@ -25,16 +25,8 @@ SEQ = 48
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return instruction_data.tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
-
-
-@pytest.fixture(scope="module")
 def prepared(folder):
-    source = instruction_data.write(folder.parent / "data.jsonl", instruction_data.rows(300))
-    manifest, notes = prepare_instructions(
-        source, folder.parent / "out", InstructionOptions(SEQ, mix=[]), tokenizer=folder, holdout=0.2
-    )
+    manifest, notes = instruction_data.prepared(folder.parent, instruction_data.rows(300), folder, SEQ, 0.2, mix=[])
     assert notes[0] == "keys not read: lang (100 rows)"
     assert notes[-1] == "conversations begin without <s>, the tokenizer's begin token: --bos adds it"
     return manifest
@@ -160,13 +152,10 @@ def test_first_fit_decreasing(lengths):
     assert first_fit(lengths, 64) == want
 
 
-def skewed(count):
-    """Lengths of instruction data: most short, some hundreds of times longer."""
-    return np.random.default_rng(1).lognormal(5.0, 0.9, count).astype(int).clip(20, 2049)
-
-
 def test_fill_of_skewed_lengths_is_at_least_97_percent():
-    lengths, packer = skewed(20_000), Packer(2049)
+    # Most are short, some hundreds of times longer.
+    lengths = np.random.default_rng(1).lognormal(5.0, 0.9, 20_000).astype(int).clip(20, 2049)
+    packer = Packer(2049)
     rows = []
     for number, length in enumerate(lengths):
         rows += packer.add(MarkedTokens(np.full(length, number, np.uint32), np.ones(length, bool), 0))
@@ -178,10 +167,6 @@ def test_fill_of_skewed_lengths_is_at_least_97_percent():
     assert len(lengths) > 10 * WINDOW
 
 
-def run(*argv):
-    assert main([*map(str, argv)]) == 0
-
-
 def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
     """A file of weight 2.5 comes 2 or 3 times, what is held out once, and what is too long is cut."""
     source = instruction_data.write(tmp_path / "a.jsonl", instruction_data.rows(30, seed=1))
@@ -189,7 +174,7 @@ def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
     instruction_data.write(tmp_path / "b.jsonl", more)
     argv = ["prepare", "--instructions", source, tmp_path / "out", "--tokenizer", folder, "--seq-len", SEQ]
     argv += ["--mix", f"{tmp_path / 'b.jsonl'}:2.5", "--loss", "all", "--too-long", "cut", "--holdout", 0.3, "--bos"]
-    run(*argv, "--json")
+    assert main([*map(str, argv), "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert "keys not read: lang (24 rows)" in err
@@ -209,14 +194,14 @@ def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
 
 def test_a_vocabulary_of_150_000(tmp_path):
     folder = instruction_data.tokenizer(tmp_path / "t")
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    raw["added_tokens"].append({**raw["added_tokens"][-1], "id": 149_999, "content": "<|last|>"})
-    raw["model"]["vocab"]["<|last|>"] = 149_999
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+    def larger(raw):
+        raw["added_tokens"].append({**raw["added_tokens"][-1], "id": 149_999, "content": "<|last|>"})
+        raw["model"]["vocab"]["<|last|>"] = 149_999
+
+    edit_json(folder / "tokenizer.json", larger)
     rows = [{"prompt": f"the {n}", "completion": "grid<|last|>mesh"} for n in range(8)]
-    source = instruction_data.write(tmp_path / "data.jsonl", rows)
-    options = InstructionOptions(64, template="chat", bos=True)
-    manifest, _ = prepare_instructions(source, tmp_path / "out", options, tokenizer=folder, holdout=0.3)
+    manifest, _ = instruction_data.prepared(tmp_path, rows, folder, 64, template="chat", bos=True)
     assert manifest.vocab == 150_000
     batch = next(Loader(tmp_path / "out", seq_len=64, global_batch=2, prefetch=0))
     assert 149_999 in token_ids(batch[:, 1:])[counted_targets(batch, packed=True)]

@@ -1,17 +1,15 @@
 """`--holdout 0`: all is trained on, and a run does not evaluate, or says at its start that it cannot."""
 
-import json
-
 import instruction_data
 import pytest
+from commands import answer, refusal
 from instruction_data import all_documents
 
+from axonn_jax import Loader, UserError
 from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare
-from axonn_jax.errors import UserError
 from axonn_jax.train.metrics import read_metrics
 
 SEQ = 32
@@ -55,8 +53,7 @@ def test_every_text_is_trained_on(place, tmp_path, texts, capsys):
     argv = ["prepare", *map(str, (tmp_path / "text", tmp_path / "out", "--holdout", 0, "--tokenizer", place / "tok"))]
     assert main(argv) == 0
     assert "\nnothing is held out: runs do not evaluate\n" in capsys.readouterr().out
-    assert main([*argv, "--force", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unigram_entropy"] is None
+    assert answer(capsys, *argv, "--force")["unigram_entropy"] is None
     manifest = Manifest.load(tmp_path / "out")
     assert [split.documents for split in manifest.splits.values()] == [len(texts), 0]
     assert manifest.splits["train"].bytes == sum(map(len, texts))
@@ -74,23 +71,20 @@ def test_what_is_no_share_and_what_has_no_row(place, tmp_path):
             prepare_instructions(tmp_path / "none.jsonl", tmp_path / "out", options, tokenizer=place / "tok", holdout=0)
 
 
-def train(place, run, data, *more):
-    return main([*map(str, ("train", place / "run.toml", "--data.path", place / data, "--log.dir", run, *more))])
+def words(place, run, data, *more):
+    return [*map(str, ("train", place / "run.toml", "--data.path", place / data, "--log.dir", run, *more))]
 
 
 def test_a_run_evaluates_only_with_held_out_rows_and_goes_on_without(place, tmp_path, capsys):
     asked = ("--train.eval_every", 1, "--train.schedule", "constant")
-    assert train(place, tmp_path / "run", "rows", *asked) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: train.eval_every = 1: 0, or data with a valid split; that of ")
-    assert error.count("\n") == 1
+    line = refusal(capsys, *words(place, tmp_path / "run", "rows", *asked))
+    assert line.startswith("error: train.eval_every = 1: 0, or data with a valid split; that of ")
     assert not (tmp_path / "run").exists()
-    assert train(place, tmp_path / "run", "both", *asked) == 0
-    assert train(place, tmp_path / "run", "rows", "--train.steps", 4, *asked[2:]) == 0
+    assert main(words(place, tmp_path / "run", "both", *asked)) == 0
+    assert main(words(place, tmp_path / "run", "rows", "--train.steps", 4, *asked[2:])) == 0
     assert "nothing of the data is held out: the run does not evaluate" in capsys.readouterr().err
     records = read_metrics(tmp_path / "run")
     assert [record["step"] for record in records if "eval_loss" in record] == [1, 2]
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "loss.png").exists()
-    assert main(["loki", str(tmp_path / "run"), "--data", str(place / "rows")]) == 2
-    assert "error: --data = " in capsys.readouterr().err
+    assert "error: --data = " in refusal(capsys, "loki", tmp_path / "run", "--data", place / "rows")

@@ -6,12 +6,10 @@ import re
 from functools import cache
 
 import instruction_data
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from axonn_jax.data import tokenize
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.errors import UserError
 
 TEXT = "the token of the mesh: it's 12345 caf\u00e9s, and the shard of the token\n\n    return  x;\n"
@@ -206,27 +204,14 @@ def test_tokens_are_those_of_transformers(shape, where, oracle, tmp_path):
     wanted = [theirs(text)["input_ids"] for text in TEXTS]
     assert [ours.encode(text).ids for text in TEXTS] == wanted
     (tmp_path / "turns.jinja").write_text(TEMPLATE)
-    source = instruction_data.write(tmp_path / "rows.jsonl", ROWS)
-    options = InstructionOptions(120, template=str(tmp_path / "turns.jinja"))
-    manifest, _ = prepare_instructions(source, tmp_path / "rows", options, tokenizer=folder, holdout=0.3)
-    rows = {tuple(ids) for ids in prepared_documents(manifest)}
+    manifest, _ = instruction_data.prepared(tmp_path, ROWS, folder, 120, template=str(tmp_path / "turns.jinja"))
+    rows = {ids for ids, _ in instruction_data.all_documents(manifest, 120)}
     asked = (f"{TURN}user\n{row['prompt']}{TOOL}{TURN}assistant\n{row['completion']}{TOOL}{TURN}" for row in ROWS)
     assert rows == {tuple(theirs(text, add_special_tokens=False)["input_ids"]) for text in asked}
-    again, _, _ = tokenize.load_given(tmp_path / "rows", "--tokenizer")
+    again, _, _ = tokenize.load_given(tmp_path / "out", "--tokenizer")
     again.encode_special_tokens = False
     assert [again.encode(text).ids for text in TEXTS] == wanted
-    assert [tokenize.load(tmp_path / "rows" / "tokenizer.json").encode(text).ids for text in TEXTS] == wanted
-
-
-def prepared_documents(manifest):
-    """Ids of every document of both splits but padding."""
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            words = np.fromfile(manifest.path / shard.name, "<u4").reshape(-1, manifest.row)
-            for row in words:
-                for part in np.split(row, np.flatnonzero(row >> 31)):
-                    if (part >> 30 & 1).any():
-                        yield (part & 0xFFFFFF).tolist()
+    assert [tokenize.load(tmp_path / "out" / "tokenizer.json").encode(text).ids for text in TEXTS] == wanted
 
 
 def test_files_that_contradict_each_other_are_one_line(tmp_path):

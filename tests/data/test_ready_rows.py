@@ -12,11 +12,6 @@ SEQ = 96
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return instruction_data.tokenizer(tmp_path_factory.mktemp("ready") / "tokenizer")
-
-
-@pytest.fixture(scope="module")
 def pairs(folder):
     """Conversations, and rows that transformers' tokenizer makes of them, padded on either side or not at all."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,9 +1,7 @@
 """Prepared directories that strangers made: whatever is in them is a line that says so, in bounded time and memory."""
 
-import copy
 import hashlib
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -12,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from damage import edit_json, huge, link, pipe
+from mutations import bytes_of, json_of, spelled
 
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest
@@ -19,10 +19,6 @@ from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e"
-NASTY = [
-    *(None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 10**40, 0.5, 1e308, "", "x" * 99999, ESCAPES, "../../etc/passwd"),
-    *("/dev/zero", "\0", "\ud800", [], [[]], {}, {"": {}}, {ESCAPES: ESCAPES}, {"x" * 99999: 1}, [0] * 9999),
-]
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -58,9 +54,7 @@ def read(folder):
 
 
 def rewrite(folder, change):
-    raw = json.loads((folder / "manifest.json").read_text())
-    change(raw)
-    (folder / "manifest.json").write_text(json.dumps(raw))
+    edit_json(folder / "manifest.json", change)
 
 
 def replaced(old, new):
@@ -93,8 +87,8 @@ MANIFESTS = {
     "an end that is no token": (top(eot_id=265), "eot_id = 265"),
     "a version that is a list": (top(version=[[]]), "version unknown"),
     "a list": (lambda d: (d / "manifest.json").write_text("[]"), "was not written by"),
-    "a large file": (lambda d: os.truncate(d / "manifest.json", 1 << 40), "more than the 16,777,216"),
-    "a pipe": (lambda d: ((d / "manifest.json").unlink(), os.mkfifo(d / "manifest.json")), "not a regular file"),
+    "a large file": (huge("manifest.json"), "more than the 16,777,216"),
+    "a pipe": (pipe("manifest.json"), "not a regular file"),
     "no checksum": (shard(sha256=ESCAPES), "SHA-256"),
     "tokens below 0": (shard(tokens=-5), "without tokens"),
     "a shard above": (shard(name="../data/train-00000.bin"), "'../data/train-00000.bin', not 'train-00000.bin'"),
@@ -117,22 +111,6 @@ def test_a_strangers_manifest_is_a_line(data, case):
     assert "Error" not in said
 
 
-def link(name, to):
-    def damage(folder):
-        (folder / name).unlink()
-        (folder / name).symlink_to(to)
-
-    return damage
-
-
-def pipe(name):
-    def damage(folder):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return damage
-
-
 FILES = {
     "shard to a secret": (link("train-00000.bin", "/etc/passwd"), "train-00000.bin is not a regular file"),
     "shard to a device": (link("train-00000.bin", "/dev/zero"), "train-00000.bin is not a regular file"),
@@ -140,7 +118,7 @@ FILES = {
     "tokenizer to a secret": (link("tokenizer.json", "/etc/passwd"), "tokenizer.json is not a regular file"),
     "tokenizer to a device": (link("tokenizer.json", "/dev/zero"), "tokenizer.json is not a regular file"),
     "tokenizer that is a pipe": (pipe("tokenizer.json"), "tokenizer.json is not a regular file"),
-    "tokenizer that is large": (lambda d: os.truncate(d / "tokenizer.json", 1 << 40), "expected at most"),
+    "tokenizer that is large": (huge("tokenizer.json"), "expected at most"),
 }
 
 
@@ -176,35 +154,16 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_strangers_tokenizer_is_a_line(data, case):
-    raw = json.loads((data / "tokenizer.json").read_text())
-    TOKENIZERS[case](raw)
-    (data / "tokenizer.json").write_text(json.dumps(raw))
+    edit_json(data / "tokenizer.json", TOKENIZERS[case])
     rewrite(data, lambda manifest: manifest.pop("tokenizer_sha256", None))
     assert "tokenizer.json of a directory from `axonn-jax prepare`, or a model's; this one is damaged (" in read(data)
 
 
-def mutate(text, chance):
-    """JSON with one thing changed: a value, a key, or some bytes."""
+def mutate(raw, chance):
+    """The file with some bytes or, of JSON, one thing changed."""
     if chance.random() < 0.3:
-        raw, at = bytearray(text, "utf-8"), chance.randrange(len(text))
-        kind = chance.randrange(4)
-        if kind == 0:
-            return bytes(raw[:at])
-        raw[at : at + (kind > 1) * 3] = chance.randbytes(chance.randrange(1, 5)) if kind < 3 else b'"'
-        return bytes(raw)
-    whole = copy.deepcopy(json.loads(text))
-    parent, key, value = None, None, whole
-    while isinstance(value, dict | list) and value and (parent is None or chance.random() < 0.8):
-        parent, key = value, chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        value = parent[key]
-    what = chance.randrange(4)
-    if what == 0:
-        del parent[key]
-    elif what == 1 and isinstance(parent, dict):
-        parent[chance.choice([ESCAPES, "x" * 5000, "path", "extra"])] = parent.pop(key)
-    else:
-        parent[key] = chance.choice(NASTY)
-    return json.dumps(whole).encode()
+        return bytes_of(chance, raw)[1]
+    return spelled(json_of(chance, json.loads(raw))[1]).encode()
 
 
 def test_mutations_of_every_file_are_taken_or_refused_in_a_line(prepared, tmp_path):
@@ -218,7 +177,7 @@ def test_mutations_of_every_file_are_taken_or_refused_in_a_line(prepared, tmp_pa
             raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
             file.write_bytes(raw if chance.random() < 0.7 else raw[: chance.randrange(len(raw))])
         else:
-            file.write_bytes(mutate(file.read_text(), chance))
+            file.write_bytes(mutate(file.read_bytes(), chance))
         if name == "tokenizer.json" and chance.random() < 0.7:  # forged: its checksum is right
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             top(tokenizer_sha256=digest)(folder)

@@ -5,13 +5,12 @@ import types
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from axonn_jax import Sampling, UserError
 from axonn_jax.data.instructions.schemas import Conversation
 from axonn_jax.data.instructions.templates import Alpaca
-from axonn_jax.errors import UserError
 from axonn_jax.evaluate.continuations import continuations, requests_of
 from axonn_jax.evaluate.forms import body_of, cut, form_of
 from axonn_jax.evaluate.suite import problems
-from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Continuation
 
 PROMPT = "/* Add. */\nint add(int a, int b) {"

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from commands import answer
 
 from axonn_jax.cli.evaluate.report import ends
 from axonn_jax.cli.main import main
@@ -129,8 +130,7 @@ def test_entries_of_a_problem_are_one_problem(recorded, tmp_path, capsys):
     (tmp_path / "shards.json").write_text(json.dumps(in_shards(entries)))
     reports = []
     for file in (path, tmp_path / "shards.json"):
-        assert main(["evaluate", "--results", str(file), "--k", "1", "6", "--json"]) == 0
-        reports.append(json.loads(capsys.readouterr().out))
+        reports.append(answer(capsys, "evaluate", "--results", str(file), "--k", "1", "6"))
     assert reports[0] == reports[1]
     assert samples_of(in_shards(entries)) == samples_of(entries)
     assert set(samples_of(entries).values()) == {6}
@@ -185,8 +185,7 @@ def test_as_code_is_the_published_script(recorded, tmp_path, capsys, k, shards):
     if shards:
         path, entries = tmp_path / "shards.json", in_shards(entries)
         path.write_text(json.dumps(entries))
-    assert main(["evaluate", "--results", str(path), "--metrics", "as-code", "--k", str(k), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys, "evaluate", "--results", str(path), "--metrics", "as-code", "--k", str(k))
     assert found["metrics"] == "as-code"
     wanted = restated(entries, k)
     assert len(wanted) == 12

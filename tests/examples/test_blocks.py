@@ -167,7 +167,7 @@ def run(line, folder, step=1):
     return done.returncode, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if page != "pipeline.md"])  # that one: test_library.py
+@pytest.mark.parametrize("page", [page for page in PYTHON if page != "pipeline.md"])  # test_flax_scripts.py
 def test_the_python_of_a_page_runs(page, checkout):
     (checkout / "page.py").write_text("\n".join(PYTHON[page]))
     status, said = run("python page.py", checkout)

@@ -4,29 +4,24 @@ import grids
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+from trainers import ids, make_trainer, transformer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
+from axonn_jax import GridShape, UserError
 from axonn_jax.experts.load import Loads
-from axonn_jax.grid import GridShape
 
 RATE, STEPS = 0.001, 5
 BIASES = [f"blocks.{layer}.mlp.router.bias" for layer in range(grids.MIXTRAL.layers)]
 
 
 def made(axes, *, rate=RATE, optimizer=None, **options):
-    shape = grids.MIXTRAL
-    moe = ax.MoeConfig(balance_weight=0.0, balance_rate=rate)
-    optimizer = optax.adamw(3e-3, weight_decay=0.1) if optimizer is None else optimizer
-    model = lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), moe=moe)  # noqa: E731
-    return make_trainer(model, optimizer, grids.lay(axes), microbatches=4, **options)
+    model = transformer(grids.MIXTRAL, moe=ax.MoeConfig(balance_weight=0.0, balance_rate=rate))
+    optimizer = optimizer or optax.adamw(3e-3, weight_decay=0.1)
+    return make_trainer(model, optimizer, axes, microbatches=4, **options)
 
 
 def batches(steps):
-    rng = np.random.default_rng(0)
-    return rng.integers(0, grids.MIXTRAL.vocab, (steps, 16, grids.MIXTRAL.seq_len + 1))
+    return ids(grids.MIXTRAL.vocab, steps, 16, grids.MIXTRAL.seq_len + 1)
 
 
 def trained(axes, **options):

@@ -12,19 +12,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import Generator, GridShape, MoeConfig, PipelineConfig, Trainer
 from axonn_jax.experts import capacity
 from axonn_jax.experts.capacity import by_capacity, slots_of
 from axonn_jax.experts.router import Routing
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.inference.generator import Generator
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
-from axonn_jax.train.config import MemoryConfig, PipelineConfig
+from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
-from axonn_jax.train.trainer import Trainer
 
 ROOM = MoeConfig(dispatch="capacity", capacity=2.0)  # of 4 experts a token takes 2: for every token of a device
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainers import make_trainer
+from trainers import ids, make_trainer, transformer
 
 import axonn_jax as ax
 from axonn_jax.experts.router import route
@@ -21,19 +21,16 @@ TINY = ax.models.ModelShape(
     layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, vocab=16, seq_len=64, experts=2, experts_per_token=2,
     positions="rope", norm="rmsnorm", mlp="swiglu", bias=False,
 )  # fmt: skip
+UNBALANCED = ax.MoeConfig(balance_weight=0.0)
 BIAS = "blocks.0.mlp.router.bias"
-
-
-def model(shape, **moe):
-    return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), moe=ax.MoeConfig(**moe))
 
 
 @pytest.mark.parametrize("options", [{"accumulate": "compute"}, {"offload": "optimizer"}])
 def test_more_choices_than_float16_holds(options):
     """70,000 tokens choose each of two experts; nothing moves the biases."""
-    given = model(TINY, balance_weight=0.0)
-    trainer = make_trainer(given, optax.sgd(1e-3), grids.lay(GridShape()), precision="fp16", **options)
-    tokens = np.random.default_rng(0).integers(0, 16, (1100, 65))
+    given = transformer(TINY, moe=UNBALANCED)
+    trainer = make_trainer(given, optax.sgd(1e-3), GridShape(), precision="fp16", **options)
+    tokens = ids(16, 1100, 65)
     for _ in range(2):
         metrics = trainer.step(tokens)
     assert float(metrics["largest_load"]) == 1.0
@@ -47,11 +44,11 @@ def test_more_choices_than_float16_holds(options):
 def test_counts_in_bfloat16_are_exact(axes, options):
     """Weights or sums in bfloat16, of many microbatches: a load is a number of tokens over their mean."""
     shape = replace(TINY, experts=4, experts_per_token=1, init_std=0.3)
-    tokens = np.random.default_rng(0).integers(0, 16, (512, 65))
+    tokens = ids(16, 512, 65)
     largest = []
     for microbatches in (1, 16):
-        given, grid = model(shape, balance_weight=0.0), grids.lay(axes)
-        trainer = make_trainer(given, optax.sgd(1e-30), grid, microbatches=microbatches, precision="bf16", **options)
+        given, options = transformer(shape, moe=UNBALANCED), {**options, "microbatches": microbatches}
+        trainer = make_trainer(given, optax.sgd(1e-30), axes, precision="bf16", **options)
         largest.append(float(trainer.step(tokens)["largest_load"]) * tokens[:, :-1].size / 4)
         weights = trainer.engine.train_state.model.weights
         assert weights[BIAS].dtype == weights["blocks.0.mlp.router.kernel"].dtype == jnp.float32
@@ -77,7 +74,7 @@ def test_a_users_router_is_an_ordinary_layer(pipe):
         layers = [nnx.Embed(16, 8, rngs=nnx.Rngs(0)), Gated(name, nnx.Rngs(1)), nnx.Linear(8, 16, rngs=nnx.Rngs(2))]
         given = ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
         trainer = ax.Trainer(given, optax.sgd(1.0), grids.lay(GridShape(pipe)), microbatches=2)
-        metrics = trainer.step(np.random.default_rng(0).integers(0, 16, (4, 9)))
+        metrics = trainer.step(ids(16, 4, 9))
         assert "largest_load" not in metrics
         bias = next(value for key, value in trainer.engine.params.items() if key.endswith(f"{name}.bias"))
         results.append((float(metrics["grad_norm"]), np.asarray(bias)))
@@ -114,12 +111,8 @@ def packed_rows(fill, share, rows=8, width=33):
 def measured(batches, axes, weight):
     """For each batch the gradients of routers and what they count, of a model whose balance has this weight."""
     shape, moe = replace(grids.MIXTRAL, seq_len=32), ax.MoeConfig(balance_weight=weight)
-    trainer = make_trainer(
-        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), moe=moe, packed=True),
-        optax.chain(optax.trace(0.0), optax.scale(1e-30)),
-        grids.lay(axes),
-        microbatches=2,
-    )
+    kept = optax.chain(optax.trace(0.0), optax.scale(1e-30))
+    trainer = make_trainer(transformer(shape, moe=moe, packed=True), kept, axes, microbatches=2)
     results = []
     for words in batches:
         load = float(trainer.step(words)["largest_load"])

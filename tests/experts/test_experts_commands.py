@@ -28,13 +28,11 @@ COPIES = "each expert is a copy of the dense layer, routers are new"
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    """A folder with data, and a dense run of one step."""
+def dense(prepared, tmp_path_factory):
+    """A folder with a dense run of one step."""
     folder = tmp_path_factory.mktemp("runs")
-    text = [str(ROOT / "axonn_jax" / "pruned"), str(folder / "data"), "--vocab", "300", "--include", "*.py"]
-    assert main(["prepare", *text]) == 0
     steps = "steps = 1\nwarmup = 0\nglobal_batch = 4\neval_batches = 1"
-    (folder / "run.toml").write_text(f'[model]{SMALL}[data]\npath = "{folder / "data"}"\n[train]\n{steps}\n')
+    (folder / "run.toml").write_text(f'[model]{SMALL}[data]\npath = "{prepared}"\n[train]\n{steps}\n')
     assert main(["train", str(folder / "run.toml"), "--log.dir", str(folder / "dense")]) == 0
     return folder
 

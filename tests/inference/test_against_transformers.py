@@ -8,8 +8,7 @@ import pytest
 from pretrained import generating, weights, write_model
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling
+from axonn_jax import GridShape, Sampling
 
 TEXTS = json.loads((Path(__file__).parents[1] / "fixtures" / "generation.json").read_text())
 GREEDY = Sampling(temperature=0)

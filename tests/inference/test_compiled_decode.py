@@ -8,8 +8,7 @@ from hlo.program import arrays, parse
 from tiny import LLAMA, model
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling
+from axonn_jax import GridShape, Sampling
 from axonn_jax.inference.slots import state
 from axonn_jax.loki.attention import LokiAttention
 

@@ -9,10 +9,8 @@ import pytest
 from tiny import GPT, KINDS, LLAMA, PROMPTS, continued, forward, model
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Sampling, UserError
 from axonn_jax.inference.generator import Request
-from axonn_jax.inference.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.5, top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=7)

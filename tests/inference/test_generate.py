@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import texts
+from commands import answer, refusal
 
 import axonn_jax as ax
-from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
 from axonn_jax.data.tokenize import load
 from axonn_jax.grid import GridShape
@@ -66,14 +66,10 @@ def test_the_run_directory_holds_what_it_should(trained):
     assert set(records[-1]) == {"step", "eval_loss", "unigram_entropy"}
 
 
-def generated(capsys, *words):
-    assert main(["generate", "runs/tiny", "--prompt", "import ", "--tokens", "20", "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_same_seed_gives_the_same_text_from_weights_of_another_grid(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
-    first, second, other = (generated(capsys, *words) for words in ((), ("--grid.y", "2"), ("--seed", "1")))
+    asked = ("generate", "runs/tiny", "--prompt", "import ", "--tokens", "20")
+    first, second, other = (answer(capsys, *asked, *more) for more in ((), ("--grid.y", "2"), ("--seed", "1")))
     assert first == second
     assert (first["prompt"], first["sample"]) == ("import ", 0)
     assert len(first["text"]) > 10
@@ -102,8 +98,4 @@ def test_the_likeliest_token_is_the_models(trained):
 )
 def test_bad_input_is_one_line(words, message, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
-    assert main(["generate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+    assert refusal(capsys, "generate", *words).startswith(f"error: {message}")

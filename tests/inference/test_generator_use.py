@@ -13,10 +13,8 @@ from tiny import LLAMA, PROMPTS, continued, model
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Sampling, UserError
 from axonn_jax.inference.attend import attend_chunk
-from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Request
 from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.tensor.attention import causal_attention

@@ -8,9 +8,8 @@ import pytest
 from tiny import LLAMA, model
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Sampling
 from axonn_jax.inference.generator import Request
-from axonn_jax.inference.sampling import Sampling
 
 WARM = Sampling(temperature=1.3, top_k=0, top_p=0.95, seed=3)
 SIZES = {**LLAMA, "seq_len": 330}

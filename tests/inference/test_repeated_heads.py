@@ -14,9 +14,7 @@ from tiny import LLAMA, PROMPTS, continued, model
 from trainers import make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling
+from axonn_jax import GridShape, Sampling, UserError
 from axonn_jax.inference.weights import load_model, of_model
 from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.loki.baselines import HeavyHitters

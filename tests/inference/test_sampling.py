@@ -1,15 +1,17 @@
-"""Draws of the next token: the distribution of each sampler, by a chi-square test, and the tokens it may give."""
+"""Draws of the next token: the distribution of each sampler, the tokens it may give; the largest of a row."""
 
 import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling, choose, gumbel, log_probabilities
+from axonn_jax import GridShape, Sampling, UserError
+from axonn_jax.inference.sampling import choose, gumbel, log_probabilities
+from axonn_jax.inference.select import compacted, largest
 from axonn_jax.tensor.specs import shard_mapped
 
 DRAWS, VOCAB = 100_000, 48
@@ -117,3 +119,26 @@ def test_the_likeliest_token_of_equals_is_the_first(y):
 def test_numbers_out_of_range_are_named(field, value):
     with pytest.raises(UserError, match=f"--{field.replace('_', '-')} = "):
         Sampling(**{field: value}).check()
+
+
+NUMBERS = st.sampled_from([-np.inf, -3e38, -1.5, -1e-40, 0.0, 1e-40, 0.5, 0.75, 3e38, np.inf])
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_the_largest_of_a_row_and_their_places_are_numpys(n):
+    size = -(-n // 2)
+    found_of = jax.jit(lambda scores, k: (chosen := largest(scores, k), compacted(chosen, size)))
+    rows = st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=3, max_size=3)
+
+    @settings(max_examples=60, deadline=None)
+    @given(rows=rows, k=st.lists(st.integers(1, n), min_size=3, max_size=3))
+    def compare(rows, k):
+        scores = np.array(rows, np.float32)
+        chosen, (places, counts) = jax.device_get(found_of(scores, np.array(k, np.int32)))
+        for row in range(3):
+            wanted = np.sort(np.argsort(-scores[row], kind="stable")[: k[row]])
+            np.testing.assert_array_equal(np.flatnonzero(chosen[row]), wanted)
+            np.testing.assert_array_equal(places[row][counts[row]], wanted[:size])
+            assert (places[row] < n).all()
+
+    compare()

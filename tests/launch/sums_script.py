@@ -6,8 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import axonn_jax as ax
 from axonn_jax.tensor.collectives import all_gather, reduce_scatter

@@ -4,12 +4,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launched import CONFIG, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command
+from launched import OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, until, write_config
 
 from axonn_jax.distributed.network import exposed, free_port, listen_at, listening, offer, own_address
 from axonn_jax.errors import UserError
@@ -125,27 +124,12 @@ def expected(ranks, stages):
     ],
     ids=["data 2", "pipe 2", "pipe 2 x 2"],
 )
-def test_a_run_listens_where_the_page_says_and_nowhere_else(ranks, axes, small_data, tmp_path):
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=small_data, layers=2))
+def test_a_run_listens_where_the_page_says_and_nowhere_else(ranks, axes, prepared, tmp_path):
+    config = write_config(tmp_path / "c.toml", prepared, 2)
+    wanted = expected(ranks, axes.get("grid_pipe", 1))
     with Launched(command(config, tmp_path / "run", ranks, train_steps=1_000_000, **axes), tmp_path) as run:
         run.wait_for("step 1/")
-        end = time.monotonic() + 10
-        while runs_sockets(run) != expected(ranks, axes.get("grid_pipe", 1)) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert runs_sockets(run) == expected(ranks, axes.get("grid_pipe", 1))
-
-
-@pytest.fixture(scope="module")
-def small_data(tmp_path_factory):
-    from axonn_jax.data.prepare import prepare
-
-    root = tmp_path_factory.mktemp("listens")
-    (root / "text").mkdir()
-    for number in range(8):
-        (root / "text" / f"{number}.txt").write_text("".join(f"line {n * number} of {number}\n" for n in range(400)))
-    prepare(root / "text", root / "data", vocab=300, include=["*.txt"], holdout=0.3)
-    return root / "data"
+        until(lambda: runs_sockets(run) == wanted, lambda: (runs_sockets(run), wanted), 10)
 
 
 def test_a_free_port_is_of_an_address_of_this_host():

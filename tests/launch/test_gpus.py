@@ -6,14 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
+from launched import UNDER_MPIRUN, gpu_environment, mpirun, slurm_tasks, together
 
+from axonn_jax import GridShape, UserError
 from axonn_jax.distributed import gpus, initialize
 from axonn_jax.distributed.gpus import Gpu, idle, parse, shares, visible
-from axonn_jax.distributed.network import free_port
 from axonn_jax.distributed.processes import World
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 
 NODE = [Gpu(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"]
 MIG = [Gpu("GPU-aaaaaaaa-0000", ("MIG-1111", "MIG-2222")), Gpu("GPU-bbbbbbbb-0000", ("MIG-3333",))]
@@ -231,7 +229,7 @@ def told(text):
 )
 def test_jax_is_told_by_index_under_mpirun(grid, value, expected, four_gpus):
     variables = four_gpus if value is None else {**four_gpus, CUDA: value}
-    words = [MPIRUN, "--oversubscribe", "-n", "4", sys.executable, "-c", RUN, json.dumps(grid), "cuda"]
+    words = mpirun(4, sys.executable, "-c", RUN, json.dumps(grid), "cuda")
     done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=120)
     found = [line.split(";")[0] if isinstance(line, str) else line for line in told(done.stdout)]
     assert found == expected, done.stderr[-3000:]
@@ -239,15 +237,6 @@ def test_jax_is_told_by_index_under_mpirun(grid, value, expected, four_gpus):
 
 def test_jax_is_told_by_index_where_no_mpi_connects_the_tasks(four_gpus):
     """As srun starts them, each with a GPU of its own that it alone can name."""
-    slurm = {
-        "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost",
-    }  # fmt: skip
-    tasks = []
-    for local in range(2):
-        own = {**slurm, "SLURM_PROCID": str(local), "SLURM_LOCALID": str(local), CUDA: f"{U[local]},{U[local + 2]}"}
-        words = [sys.executable, "-c", RUN, json.dumps({"x": 4}), "rocm"]
-        tasks.append(subprocess.Popen(words, stdout=-1, stderr=-1, text=True, env={**four_gpus, **own}))
-    for task in tasks:
-        out, err = task.communicate(timeout=120)
-        assert told(out) == [[0, 1]], err[-3000:]
+    gpus_of = [{**four_gpus, **task, CUDA: f"{U[at]},{U[at + 2]}"} for at, task in enumerate(slurm_tasks())]
+    for done in together(lambda rank: [sys.executable, "-c", RUN, json.dumps({"x": 4}), "rocm"], gpus_of, 120):
+        assert told(done.stdout) == [[0, 1]], done.stderr[-3000:]

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import time
 from collections import defaultdict, deque
 
 import pytest
+from launched import until
 
 from axonn_jax.distributed import gossip
 from axonn_jax.distributed import heartbeat as heartbeat_module
@@ -68,7 +68,7 @@ class Ended(Exception):
 class Run:
     """Heartbeats of several ranks that beat in turn."""
 
-    def __init__(self, clock, pipe, per_stage=1):
+    def __init__(self, clock, pipe, per_stage=1, *, waiting=()):
         self.clock, size, boxes = clock, pipe * per_stage, defaultdict(deque)
         self.statuses = [RankStatus(since=clock.now) for _ in range(size)]
         self.comms = [Comm(rank, size, boxes) for rank in range(size)]
@@ -78,6 +78,8 @@ class Run:
             )
             for rank, (status, comm) in enumerate(zip(self.statuses, self.comms, strict=True))
         ]
+        for rank in waiting:
+            self.statuses[rank].now("in a step", waiting=[Message("backward", 0, 2)])
         self.stopped = set()
         self.ended = {}
         """Rank: when, and the line it left."""
@@ -112,14 +114,9 @@ def clock(monkeypatch):
     return made
 
 
-def waits(status):
-    status.now("in a step", waiting=[Message("backward", 0, 2)])
-
-
 @pytest.mark.parametrize("phase", ["compiling", "saving"])
 def test_a_peer_at_something_long_is_waited_for_but_not_for_ever(phase, clock):
-    run = Run(clock, pipe=2)
-    waits(run.statuses[0])
+    run = Run(clock, pipe=2, waiting=[0])
     run.statuses[1].now(phase)
     began = clock.now
     run.passes(1100)
@@ -133,8 +130,7 @@ def test_a_peer_at_something_long_is_waited_for_but_not_for_ever(phase, clock):
 
 
 def test_who_has_waited_for_a_compilation_waits_as_long_as_ever_for_what_follows(clock):
-    run = Run(clock, pipe=2)
-    waits(run.statuses[0])
+    run = Run(clock, pipe=2, waiting=[0])
     run.passes(5 * TIMEOUT)
     run.statuses[1].now("in a step", running="F1.0")
     began = clock.now
@@ -147,9 +143,7 @@ def test_who_has_waited_for_a_compilation_waits_as_long_as_ever_for_what_follows
 @pytest.mark.parametrize("per_stage", [1, 4])
 def test_who_moves_is_waited_for(per_stage, clock):
     """As one that compiles programs of its update, bucket by bucket, while the others wait for its activations."""
-    run = Run(clock, pipe=4, per_stage=per_stage)
-    for status in run.statuses:
-        waits(status)
+    run = Run(clock, pipe=4, per_stage=per_stage, waiting=range(4 * per_stage))
     run.passes(4 * TIMEOUT, moving=[len(run.heartbeats) - 1])
     assert not run.ended
     run.passes(2 * TIMEOUT)
@@ -171,9 +165,7 @@ def test_one_process_alone_may_compile_long_but_not_for_ever(timeout, allowed, c
 
 
 def test_every_rank_is_told_of_one_that_stopped(clock):
-    run = Run(clock, pipe=32, per_stage=8)
-    for status in run.statuses:
-        waits(status)
+    run = Run(clock, pipe=32, per_stage=8, waiting=range(256))
     run.passes(4 * BEAT, moving=range(256))
     began = clock.now
     run.stopped.add(201)
@@ -189,9 +181,7 @@ def test_every_rank_is_told_of_one_that_stopped(clock):
 
 
 def test_one_that_goes_on_is_no_longer_accused(clock):
-    run = Run(clock, pipe=16)
-    for status in run.statuses:
-        waits(status)
+    run = Run(clock, pipe=16, waiting=range(16))
     run.passes(2 * BEAT)
     run.stopped.add(9)
     run.passes(0.8 * TIMEOUT, moving=range(16))
@@ -212,13 +202,6 @@ def test_what_a_rank_sends_does_not_grow_with_their_number(clock):
     assert len(sent[0]) == 1
 
 
-def until(true):
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def handler():
     """A script's handler of SIGTERM, and its own wake-up descriptor; both must be there again at the end."""
@@ -236,16 +219,21 @@ def handler():
     os.close(write)
 
 
+def of_rank_0(comm):
+    heartbeat = Heartbeat(RankStatus(), PipelineShape(2, 8), TIMEOUT, comm, Grid(GridShape(2), None, {}, 0, 2))
+    heartbeat.start()
+    return heartbeat
+
+
 def test_a_script_keeps_its_handler_and_its_wake_up_descriptor(handler, monkeypatch):
     called, read = handler
     monkeypatch.setattr(heartbeat_module, "_end", lambda *said: called.append(said))
     comm = Comm(0, 2, defaultdict(deque))
-    heartbeat = Heartbeat(RankStatus(), PipelineShape(2, 8), TIMEOUT, comm, Grid(GridShape(2), None, {}, 0, 2))
-    heartbeat.start()
+    heartbeat = of_rank_0(comm)
     os.kill(os.getpid(), signal.SIGTERM)
     assert os.read(read, 1) == bytes([signal.SIGTERM])
     sent = len(comm.sent)
-    until(lambda: len(comm.sent) > sent + 1)  # two beats later it is still there
+    until(lambda: len(comm.sent) > sent + 1, lambda: "no beat", 20)  # two beats later it is still there
     heartbeat.close()
     assert called == [signal.SIGTERM]
 
@@ -264,12 +252,9 @@ def test_sigterm_without_a_handler_ends_the_process_once_it_has_said_so(monkeypa
     said = []
     monkeypatch.setattr(heartbeat_module, "_end", lambda *end: said.append(end))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    heartbeat = Heartbeat(
-        RankStatus(), PipelineShape(2, 8), TIMEOUT, Comm(0, 2, defaultdict(deque)), Grid(GridShape(2), None, {}, 0, 2)
-    )
-    heartbeat.start()
+    heartbeat = of_rank_0(Comm(0, 2, defaultdict(deque)))
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: said)
+    until(lambda: said, lambda: "no word", 20)
     heartbeat.close()
     assert said[0] == ("", 128 + signal.SIGTERM)
     assert "told to end (SIGTERM); step 0: rank 0 (place 0 of the pipe)" in capfd.readouterr().err

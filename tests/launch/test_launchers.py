@@ -1,11 +1,10 @@
 """Launchers of other MPIs, and those that refuse to start anything: told apart, and asked once."""
 
 import os
-import subprocess
 import sys
 
 import pytest
-from launched import AXONN, environment
+from launched import AXONN, finished
 
 CONFIG = '[model]\nlayers = 1\nhidden = 8\nheads = 1\nseq_len = 8\n[data]\npath = "none"\n[log]\ndir = "run"\n'
 VERSIONS = {"Open MPI": "mpirun (Open MPI) 5.0.11", "Hydra": "HYDRA build details:\\n    Version: 5.0.0"}
@@ -24,14 +23,8 @@ def launch(tmp_path):
         fake.write_text(f"#!/bin/sh\n{version}\nprintf '%s\\n' \"$*\" >> asked\n{then}\n")
         fake.chmod(0o755)
         (tmp_path / "c.toml").write_text(CONFIG)
-        done = subprocess.run(
-            [*AXONN, "launch", "-n", "2", *flags, "train", "c.toml"],
-            env={**environment(), "PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
+        done = finished([*AXONN, "launch", "-n", "2", *flags, "train", "c.toml"], 60, tmp_path, PATH=path)
         return done, (tmp_path / "asked").read_text().splitlines()
 
     return run
@@ -89,14 +82,8 @@ def in_slurm(tmp_path):
             fake.chmod(0o755)
         (tmp_path / "c.toml").write_text(CONFIG)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            [*AXONN, "launch", *flags],
-            env={**environment(), "PATH": path, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", **variables}
+        done = finished([*AXONN, "launch", *flags], 60, tmp_path, PATH=path, **slurm)
         return done, [line.split(" -m ")[0] for line in (tmp_path / "asked").read_text().splitlines()]
 
     return run

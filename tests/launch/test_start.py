@@ -1,13 +1,21 @@
-"""Starting for real, in processes of its own: virtual devices, explicit processes, what listens, refusals."""
+"""Starting for real, in processes of its own: virtual devices, explicit processes, what listens, refusals, sums."""
 
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
+from launched import finished, objects, slurm_tasks, succeeded, together
+
+from axonn_jax.distributed.network import free_port
+from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.tensor.collectives import reduce_scatter
 
 REPORT = """
 import json, sys
@@ -24,40 +32,34 @@ print(json.dumps({{"devices": jax.device_count(), "local": jax.local_device_coun
 """
 
 
-def clean_environment(**changes):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_", "XLA_FLAGS"))}
-    return {**kept, "JAX_PLATFORMS": "cpu", **changes}
+def words(arguments, before="", after=""):
+    return [sys.executable, "-c", REPORT.format(arguments=arguments, before=before, after=after)]
 
 
-def launch(arguments, before="", after="", **environment):
-    code = REPORT.format(arguments=arguments, before=before, after=after)
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(**environment),
-    )
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def pair(**around):
+    """What becomes of two processes that are told where to meet."""
+    meet = f"data=2, coordinator='127.0.0.1:{free_port('127.0.0.1')}', num_processes=2, process_id="
+    both = together(lambda rank: words(f"{meet}{rank}", **around), [{}, {}])
+    assert [done.returncode for done in both] == [0, 0], both
+    return both
 
 
 def test_one_process_makes_as_many_virtual_devices_as_the_grid_needs():
-    out, err = launch("data=2, z=1, y=2, x=3").communicate(timeout=120)
-    assert json.loads(out) == {"devices": 12, "local": 12, "mesh": {"data": 2, "expert": 1, "z": 1, "y": 2, "x": 3}}
-    assert "1 process" in err
-    assert "grid pipe 1 x data 2 x z 1 x y 2 x x 3" in err
+    done = succeeded(words("data=2, z=1, y=2, x=3"))
+    assert json.loads(done.stdout) == {
+        "devices": 12,
+        "local": 12,
+        "mesh": {"data": 2, "expert": 1, "z": 1, "y": 2, "x": 3},
+    }
+    assert "1 process" in done.stderr
+    assert "grid pipe 1 x data 2 x z 1 x y 2 x x 3" in done.stderr
 
 
-def test_a_grid_that_is_not_the_device_count_is_refused():
-    process = launch("x=4", JAX_NUM_CPU_DEVICES="2")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert re.search(r"refused: grid = .*device count, 2 cpu device\(s\).*this is 4", err)
+def test_a_grid_that_is_not_the_device_count_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    done = finished(words("x=4"))
+    assert done.returncode == 1
+    assert re.search(r"refused: grid = .*device count, 2 cpu device\(s\).*this is 4", done.stderr)
 
 
 def test_import_starts_nothing():
@@ -92,20 +94,13 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads /proc/net/tcp")
 def test_two_explicit_processes_work_together_and_listen_on_loopback_only():
-    port = free_port()
-    pair = [
-        launch(f"data=2, coordinator='127.0.0.1:{port}', num_processes=2, process_id={rank}", after=LISTENING)
-        for rank in range(2)
-    ]
-    results = [process.communicate(timeout=240) for process in pair]
-    for (out, err), process in zip(results, pair, strict=True):
-        assert process.returncode == 0, err
-        first, second = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    both = pair(after=LISTENING)
+    for done in both:
+        first, second = objects(done.stdout)
         assert first == {"devices": 2, "local": 1, "mesh": {"data": 2, "expert": 1, "z": 1, "y": 1, "x": 1}}
         assert second["sum"] == 28.0
         assert set(second["listening"]) <= LOOPBACK, second
-    assert results[0][1].count("axonn_jax:") == 1  # rank 0 says what was chosen
-    assert results[1][1].count("axonn_jax:") == 0
+    assert [done.stderr.count("axonn_jax:") for done in both] == [1, 0]  # rank 0 says what was chosen
 
 
 HANDLER = """
@@ -117,33 +112,31 @@ time.sleep(0.2)
 
 def test_joining_processes_leaves_a_script_its_handler_of_sigterm():
     """jax.distributed's service for preemptions would take it."""
-    port = free_port()
-    pair = [
-        launch(
-            f"data=2, coordinator='127.0.0.1:{port}', num_processes=2, process_id={rank}",
-            before="import signal; signal.signal(signal.SIGTERM, lambda *_: print('handled', flush=True))",
-            after=HANDLER,
-        )
-        for rank in range(2)
-    ]
-    for process in pair:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        assert "handled" in out.splitlines(), out
+    handles = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('handled', flush=True))"
+    for done in pair(before=handles, after=HANDLER):
+        assert "handled" in done.stdout.splitlines(), done
 
 
 def test_two_slurm_tasks_find_each_other():
     """The variables that srun sets, on one node, without srun itself."""
-    slurm = {
-        "SLURM_JOB_ID": str(free_port()),  # the coordinator's port comes from it: another one each time
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-    }
-    pair = [launch("z=2", **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
-    for process in pair:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        assert json.loads(next(line for line in out.splitlines() if line.startswith("{")))["devices"] == 2
+    for done in together(lambda rank: words("z=2"), slurm_tasks()):
+        assert done.returncode == 0, done.stderr
+        assert objects(done.stdout)[0]["devices"] == 2
+
+
+SCRIPT = str(Path(__file__).with_name("sums_script.py"))
+
+
+def test_large_sums_between_processes_are_right_every_time():
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    for done in together(lambda rank: [sys.executable, SCRIPT, address, str(rank)], [{}, {}]):
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert objects(done.stdout) == [{"wrong": 0, "reduce-scatters": 0}]
+
+
+def test_devices_of_one_process_reduce_and_scatter_at_once():
+    mesh = build_grid(GridShape(z=2), jax.devices()[:2]).mesh
+    mapped = jax.shard_map(lambda x: reduce_scatter(x[0], "z", 0), mesh=mesh, in_specs=P("z"), out_specs=P("z"))
+    text = jax.jit(mapped).lower(jnp.ones((2, 8))).compile().as_text()
+    assert "reduce-scatter" in text
+    assert "all-to-all" not in text

@@ -13,9 +13,8 @@ from steps import CAPACITY, EPS, FIRST, KV_HEADS, SLOTS, WIDTH, Step, oracle, or
 from tiny import LLAMA, PROMPTS, model
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, Sampling
 from axonn_jax.inference.attend import FullAttention
-from axonn_jax.inference.sampling import Sampling
 from axonn_jax.loki.attention import LokiAttention, turn
 from axonn_jax.loki.components import Components, laid_out
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from trainers import make_trainer
 
+from axonn_jax import GridShape, UserError
 from axonn_jax.distributed import gpu_limits
 from axonn_jax.distributed.gpu_limits import (
     FRACTION,
@@ -22,8 +23,6 @@ from axonn_jax.distributed.gpu_limits import (
     raise_fraction,
     raise_pinned_limit,
 )
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.memory import offload
 from axonn_jax.models import Transformer
 

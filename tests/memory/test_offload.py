@@ -1,4 +1,4 @@
-"""Offloaded state: bytes on the host in every situation, programs that buckets share, copies that stay equal."""
+"""Offloaded state: bytes on the host, programs that buckets share; `axonn_jax.offload` in a script of one's own."""
 
 import dataclasses
 import functools
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from trainers import make_trainer
+from trainers import ids, make_trainer, same
 
+import axonn_jax as ax
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import precisions
-from axonn_jax.models.transformer import Transformer
 
 SHAPE = dataclasses.replace(grids.LLAMA, layers=2, hidden=64, ffn=128, vocab=256, seq_len=16, tied=True)
 SMALL = dataclasses.replace(grids.GPT, layers=2)  # its table is tied
@@ -27,16 +27,12 @@ BUCKET = 4000  # elements: fewer than any matrix has, so that all of them are cu
 
 
 def made(grid, *, shape=SHAPE, optimizer=None, **options):
-    model = functools.partial(Transformer, shape)
     options = {"precision": "bf16", "offload": "optimizer", "bucket": BUCKET} | options
-    optimizer = optimizer or optax.adamw(1e-3)
-    return make_trainer(
-        lambda: model(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=2, clip=1.0, **options
-    )
+    return make_trainer(shape, optimizer or optax.adamw(1e-3), grid, microbatches=2, clip=1.0, **options)
 
 
 def batch(shape=SHAPE, seed=0):
-    return np.random.default_rng(seed).integers(0, shape.vocab, (4, shape.seq_len + 1)).astype(np.int32)
+    return ids(shape.vocab, 4, shape.seq_len + 1, seed=seed).astype(np.int32)
 
 
 def updates(trainer):
@@ -133,9 +129,7 @@ def test_parameters_that_an_optimizer_treats_apart_share_no_program():
     trainers = [made(GridShape(), shape=SMALL, optimizer=decayed, precision="fp32", **how) for how in ways]
     for trainer in trainers:
         trainer.step(batch(SMALL))
-    mine, theirs = (trainer.engine.params for trainer in trainers)
-    for name, value in theirs.items():
-        np.testing.assert_allclose(mine[name], value, atol=1e-6, err_msg=name)
+    same(trainers[0].engine.params, trainers[1].engine.params, atol=1e-6)
 
 
 WAYS = {
@@ -183,3 +177,49 @@ def test_the_status_of_a_pipeline_moves_with_every_bucket():
     trainer.step(batch(SMALL))
     told = [what for what in moved if what.startswith("the update, bucket")]
     assert told == [line for place in updates(trainer) for line in lines(place)]
+
+
+def tree():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "dense": [
+            jax.device_put(jax.random.normal(keys[0], (8, 6)), NamedSharding(mesh, P("a", "b"))),
+            jax.device_put(jax.random.normal(keys[1], (6,)), NamedSharding(mesh, P("b"))),
+        ],
+        "head": jax.device_put(jax.random.normal(keys[2], (6, 4)), NamedSharding(mesh, P(None, "a"))),
+    }
+
+
+def by_dims(params):
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+
+ADAMW = optax.adamw(1e-2, weight_decay=0.1, mask=by_dims)
+
+
+@pytest.mark.parametrize(("plain", "bucket"), [(ADAMW, 1), (ADAMW, 30), (ADAMW, 1000), (optax.lamb(1e-2), 30)])
+def test_it_gives_optax_updates_and_keeps_moments_on_the_host(plain, bucket):
+    params, mine = tree(), tree()
+    wrapped = ax.offload(plain, bucket=bucket)
+    state, here = plain.init(params), wrapped.init(mine)
+    for step in range(3):
+        grads = jax.tree.map(lambda p, step=step: jnp.sin(p + step), params)
+        with jax.numpy_dtype_promotion("standard"):
+            want, state = jax.jit(plain.update)(grads, state, params)
+        got, here = wrapped.update(grads, here, mine)
+        params, mine = optax.apply_updates(params, want), optax.apply_updates(mine, got)
+    for (path, a), b in zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))  # a few roundings
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    moments = [leaf for leaf in jax.tree.leaves(here) if leaf.ndim]
+    assert {leaf.sharding.memory_kind for leaf in moments} == {"pinned_host"}
+    assert sum(leaf.size for leaf in moments) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_what_it_cannot_do_is_said():
+    with pytest.raises(ax.UserError, match="clip_by_global_norm"):
+        ax.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    wrapped = ax.offload(optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(ax.UserError, match=r"inside jax.jit.*outside of it"):
+        jax.jit(wrapped.init)(tree())

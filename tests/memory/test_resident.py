@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from memory_runs import batches, made
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory import host_arrays, offload
 from axonn_jax.memory.report import counted, lines, room
 
@@ -23,10 +22,6 @@ RUNS = [
 ]
 
 
-def arrays(tree):
-    return [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
-
-
 class Moved:
     """Bytes of state that travel, a device, each way."""
 
@@ -35,8 +30,8 @@ class Moved:
         move = host_arrays.transferred
 
         def moved(tree, kind):
-            for leaf in arrays(tree):
-                self.bytes[kind] += leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves(tree):
+                self.bytes[kind] += leaf.addressable_shards[0].data.nbytes * (leaf.ndim > 0)
             return move(tree, kind)
 
         monkeypatch.setattr(host_arrays, "transferred", moved)

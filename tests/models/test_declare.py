@@ -7,9 +7,7 @@ import grids
 import pytest
 from flax import nnx
 
-from axonn_jax.errors import UserError
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, MoeConfig, UserError
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.declared.transformer import describe
 from axonn_jax.models.transformer import Transformer

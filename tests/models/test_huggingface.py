@@ -15,12 +15,10 @@ from flax import nnx
 from huggingface_fixtures import FAMILIES, ROOT, ROUTED, VARIANTS, config, fixture, stored, under
 from trainers import make_trainer
 
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, MoeConfig
 from axonn_jax.inference.programs import logits
-from axonn_jax.models.config import ModelShape
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
 

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.models.config import ModelShape
 from axonn_jax.models.rope import amplitude, frequencies
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 
 QWEN2 = replace(grids.LLAMA, bias="qkv", tied=True)

@@ -9,8 +9,7 @@ import pretrained
 import pytest
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.models.huggingface import from_huggingface
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.tensor.params import split_module
@@ -21,8 +20,8 @@ GRIDS = [GridShape(), GridShape(z=2, y=2, x=2), GridShape(data=2, z=2, y=2), Gri
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for name, config in pretrained.CONFIGS.items():
-        pretrained.write_model(root / name, config, pretrained.weights(config), files=2)
+    for name in pretrained.CONFIGS:
+        pretrained.directory(root / name, name, files=2)
     return root
 
 

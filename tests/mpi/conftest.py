@@ -4,7 +4,7 @@ import sys
 import mpi_runs
 import pytest
 import texts
-from launched import CONFIG
+from launched import write_config
 
 from axonn_jax.cli.main import main
 
@@ -22,9 +22,7 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def config(prepared, tmp_path):
     """A run's file that saves every second step."""
-    path = tmp_path / "c.toml"
-    path.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
-    return path
+    return write_config(tmp_path / "c.toml", prepared, 2, "[checkpoint]\nevery = 2")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from launched import CONFIG, MPIRUN, finished, flags
+from launched import finished, flags, mpirun, write_config
 
 WORKER = Path(__file__).with_name("several_train.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -95,8 +95,7 @@ def words(model, folder, data, directory, **options):
     """Those of `axonn-jax train` for a model, which takes steps on `data`."""
     config, own = MODELS[model]
     if isinstance(config, int):
-        path = folder / f"{config}.toml"
-        path.write_text(CONFIG.format(data=data, layers=config))
+        path = write_config(folder / f"{config}.toml", data, config)
     else:
         path, own = EXAMPLES / config, {**own, "data_path": data}
     return [str(path), *flags({**own, "log_dir": directory, **options})]
@@ -117,7 +116,7 @@ def run_start(start, folder, data):
         runs.append((name, words(model, folder, data, folder / directory_of(name), **options)))
     listed = folder / f"{start}.json"
     listed.write_text(json.dumps(runs))
-    launcher = [MPIRUN, "--oversubscribe", "-n", start.partition("-")[0][1:], sys.executable, str(WORKER)]
-    done = finished([*launcher, str(listed)], timeout=120 + 60 * len(runs))
+    ranks = start.partition("-")[0][1:]
+    done = finished(mpirun(ranks, sys.executable, WORKER, listed), timeout=120 + 60 * len(runs))
     texts = re.split(r"^=== (.*)\n", done.stderr, flags=re.MULTILINE)[1:]
     return done, dict(zip(texts[::2], texts[1::2], strict=True))

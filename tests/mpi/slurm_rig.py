@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import launched
 from launched import environment
 
 SBIN = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
@@ -57,10 +58,7 @@ def ports(number):
 
 
 def until(condition, about, seconds=WITHIN_S):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, about()
-        time.sleep(0.2)
+    launched.until(lambda: condition() or time.sleep(0.2), about, seconds)
 
 
 class Slurm:

@@ -13,12 +13,24 @@ import grids
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from launched import AXONN, UNDER_MPIRUN, Launched, command, curves, environment, errors, finished, flags
+from jax import NamedSharding, P
+from launched import (
+    AXONN,
+    UNDER_MPIRUN,
+    Launched,
+    command,
+    complete,
+    curves,
+    environment,
+    errors,
+    finished,
+    flags,
+    slurm_tasks,
+    succeeded,
+    until,
+)  # fmt: skip
 from saved import disk_of
 
-from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.checkpoint.restore import load, newest
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.grid import GridShape
@@ -64,21 +76,13 @@ def last_logged(run):
     return max(steps, default=0)
 
 
-def complete(run):
-    return max((step_of(path) for path in all_steps(run / "checkpoints")), default=0)
+def saving_in(run):
+    return any(path.name.startswith("unfinished") for path in (run / "checkpoints").iterdir())
 
 
 def launch(config, run, ranks, restarts, **options):
     return [*AXONN, "launch", "-n", str(ranks), "--restarts", str(restarts), "train", str(config),
             "--log.dir", str(run), *flags(options)]  # fmt: skip
-
-
-def until(holds, seconds, what, launched):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert launched.mpirun.poll() is None, launched.stderr[-3000:]
-        assert time.monotonic() < end, f"{what} not within {seconds} s:\n{launched.stderr[-3000:]}"
-        time.sleep(0.01)
 
 
 def killed_again_and_again(setup, kills, config, tmp_path, steps, capsys):
@@ -89,33 +93,31 @@ def killed_again_and_again(setup, kills, config, tmp_path, steps, capsys):
     with Launched(launch(config, run, ranks, kills, **options), tmp_path) as launched:
         seen = 0
         for number in range(kills):
-            until(lambda: last_logged(run) > seen, 120, "a new step", launched)  # noqa: B023
+            launched.until(lambda: last_logged(run) > seen, "a new step")  # noqa: B023
             if number % 2:  # on purpose while a checkpoint is being written
-                until(lambda: any(p.name.startswith("unfinished") for p in (run / "checkpoints").iterdir()), 60,
-                      "a save", launched)  # fmt: skip
+                launched.until(lambda: saving_in(run), "a save", 60)
                 time.sleep(chance.uniform(0, 0.05))
             else:
                 time.sleep(chance.uniform(0, 0.8))
             pids = launched.ranks()
             said = launched.stderr.count("starting again")
             rank = chance.randrange(ranks)
-            saving += any(p.name.startswith("unfinished") for p in (run / "checkpoints").iterdir())
+            saving += saving_in(run)
             os.kill(pids[rank], signal.SIGKILL)
-            until(lambda: launched.stderr.count("starting again") > said, 30, "a restart", launched)  # noqa: B023
+            launched.until(lambda: launched.stderr.count("starting again") > said, "a restart", 30)  # noqa: B023
             seen, left = last_logged(run), complete(run)
             lost.append(seen - left)
             # The save that the death interrupted, and what came after it; never more.
             assert left >= seen // EVERY * EVERY - EVERY, (seen, left)
             resumed = f"resumed at step {left} " if left else "compiling"
-            until(lambda: resumed in launched.stderr.rpartition("starting again")[2], 120, resumed, launched)  # noqa: B023
+            launched.until(lambda: resumed in launched.stderr.rpartition("starting again")[2], resumed)  # noqa: B023
         assert launched.mpirun.wait(300) == 0, launched.stderr[-3000:]
         assert "Traceback" not in launched.stderr
         assert "damaged" not in launched.stderr
         log = (run / "restarts.log").read_text().splitlines()
     assert len(log) == kills
     assert all("the job " in line and "last complete checkpoint: " in line for line in log)
-    done = finished(command(config, tmp_path / "whole", ranks, **options))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeded(command(config, tmp_path / "whole", ranks, **options))
     same_bits(run, tmp_path / "whole")
     assert curves(run)[0] == curves(tmp_path / "whole")[0]
     with capsys.disabled():
@@ -152,8 +154,7 @@ def test_told_to_end_it_saves_and_goes_on_later(setup, config, tmp_path):
         assert not errors(launched.stderr)
     assert complete(run) == int(ended)
     steps = int(ended) + 2
-    done = finished(command(config, run, ranks, train_steps=steps, **options))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = succeeded(command(config, run, ranks, train_steps=steps, **options))
     assert f"resumed at step {ended} " in done.stderr
 
 
@@ -188,14 +189,12 @@ def test_restarts_of_one_process_give_up_and_say_why(config, tmp_path):
     words = launch(config, run, 1, 1, train_steps=100_000, checkpoint_every=0)
     with Launched(words, tmp_path) as launched:
         for attempt in range(2):
-            until(lambda: launched.stderr.count("compiling") > attempt, 60, "a start", launched)  # noqa: B023
-            said = launched.stderr.count("the job was ended by SIGKILL")
+            launched.until(lambda: launched.stderr.count("compiling") > attempt, "a start", 60)  # noqa: B023
+            ended = lambda: launched.stderr.count("the job was ended by SIGKILL")  # noqa: E731
+            said = ended()
             child = next(pid for pid, _ in launched._processes() if pid != launched.mpirun.pid)
             os.kill(child, signal.SIGKILL)
-            end = time.monotonic() + 20
-            while launched.stderr.count("the job was ended by SIGKILL") == said:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            until(lambda: ended() > said, lambda: launched.stderr, 20)  # noqa: B023
         assert launched.mpirun.wait(30) == 128 + signal.SIGKILL
     first, second = (run / "restarts.log").read_text().splitlines()
     assert "last complete checkpoint: none; starting again in 1 s (1 of 1)" in first
@@ -221,7 +220,7 @@ def test_a_disk_that_runs_full_does_not_end_training(setup, config, small_disk, 
     ranks, options = SETUPS[setup]
     run = small_disk / "run"
     with Launched(command(config, run, ranks, train_steps=40, **options), tmp_path) as launched:
-        until(lambda: complete(run) >= 2, 120, "a checkpoint", launched)
+        launched.until(lambda: complete(run) >= 2, "a checkpoint")
         free = shutil.disk_usage(small_disk).free
         (small_disk / "filler").write_bytes(bytes(max(free - 700_000, 0)))
         launched.wait_for("was not saved in", 60)
@@ -251,22 +250,14 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_status_1(config, small_disk, 
 @pytest.mark.slow
 def test_tasks_that_no_mpi_joins_agree_too(config, tmp_path):
     """As `srun` starts them: jax alone connects the two, and one of them is told to end."""
-    slurm = {
-        "SLURM_JOB_ID": str(random.Random().randrange(10**6)), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost",
-    }  # fmt: skip
     run = tmp_path / "run"
     words = command(config, run, grid_x=2, train_steps=100_000, checkpoint_every=4)
     tasks = []
-    for rank in range(2):
-        variables = {**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    for rank, variables in enumerate(slurm_tasks()):
         with (tmp_path / f"stderr{rank}").open("w") as err:
-            tasks.append(subprocess.Popen(words, stderr=err, env=variables))
+            tasks.append(subprocess.Popen(words, stderr=err, env={**environment(), **variables}))
     try:
-        end = time.monotonic() + 120
-        while complete(run) < 8:
-            assert time.monotonic() < end, (tmp_path / "stderr0").read_text()[-3000:]
-            time.sleep(0.05)
+        until(lambda: complete(run) >= 8, lambda: (tmp_path / "stderr0").read_text()[-3000:])
         tasks[1].send_signal(signal.SIGTERM)
         statuses = [task.wait(60) for task in tasks]
     finally:

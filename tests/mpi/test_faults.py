@@ -5,14 +5,26 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from math import prod
 from pathlib import Path
 
 import pytest
-from launched import AXONN, CONFIG, MPIRUN, UNDER_MPIRUN, Launched, alive, command, environment, errors, finished, flags
+from launched import (
+    AXONN,
+    MPIRUN,
+    UNDER_MPIRUN,
+    Launched,
+    alive,
+    command,
+    errors,
+    finished,
+    mpirun,
+    slurm_tasks,
+    together,
+    write_config,
+)  # fmt: skip
 
 from axonn_jax.checkpoint.manifest import read
 
@@ -29,8 +41,7 @@ DOES = r"(waits for|is at|is between|is compiling|is saving|has sent no heartbea
 @pytest.fixture
 def launch(prepared, tmp_path):
     def start(setup, **options):
-        config = tmp_path / "c.toml"
-        config.write_text(CONFIG.format(data=prepared, layers=2))
+        config = write_config(tmp_path / "c.toml", prepared, 2)
         long = {"train_steps": 100_000, "train_eval_every": 50, **setup, **options}
         return Launched(command(config, tmp_path / "run", prod(setup.values()), **long), tmp_path)
 
@@ -145,13 +156,12 @@ class TestFaults:
 
     def test_data_that_changes_under_one_rank_ends_all_with_a_save(self, prepared, tmp_path):
         """Each rank has a copy of its own, by a relative path; only the second rank's changes."""
-        words = []
+        words, config = [], write_config(tmp_path / "c.toml", "data", 2)
         for rank in range(2):
             shutil.copytree(prepared, tmp_path / str(rank) / "data")
             words += [":", "-n", "1", "--wdir", tmp_path / str(rank)]
-            words += command(tmp_path / "c.toml", tmp_path / "run", grid_data=2, train_steps=100_000)
-        (tmp_path / "c.toml").write_text(CONFIG.format(data="data", layers=2))
-        with Launched([MPIRUN, "--oversubscribe", *map(str, words[1:])], tmp_path) as run:
+            words += command(config, tmp_path / "run", grid_data=2, train_steps=100_000)
+        with Launched(mpirun(1, *words[3:]), tmp_path) as run:
             run.wait_for("step 1/")
             os.truncate(tmp_path / "1" / "data" / "train-00000.bin", 4096)
             run.ranks()
@@ -193,18 +203,15 @@ sys.exit(main(sys.argv[2:]))
 
 def without(modules, words, ranks=1):
     hidden = [sys.executable, "-c", HIDDEN, modules, *words[len(AXONN) :]]
-    launcher = [MPIRUN, "--oversubscribe", "-n", str(ranks)] if ranks > 1 else []
-    return finished([*launcher, *hidden], timeout=120)
+    return finished(mpirun(ranks, *hidden) if ranks > 1 else hidden, timeout=120)
 
 
 def test_one_process_trains_a_pipeline_without_any_mpi(prepared, tmp_path):
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=prepared, layers=2))
-    words = command(config, tmp_path / "run", grid_pipe=2, train_steps=2, train_warmup=0)
-    done = without("mpi4py,mpi4jax", words)
+    config, run = write_config(tmp_path / "c.toml", prepared, 2), tmp_path / "run"
+    done = without("mpi4py,mpi4jax", command(config, run, grid_pipe=2, train_steps=2, train_warmup=0))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "channel local" in done.stderr
-    assert (tmp_path / "run" / "timeline.json").exists()
+    assert (run / "timeline.json").exists()
 
 
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun; scripts/setup installs one")
@@ -219,8 +226,7 @@ def test_one_process_trains_a_pipeline_without_any_mpi(prepared, tmp_path):
     ids=["mpi4py under mpirun", "mpi4jax under mpirun", "mpi4py alone"],
 )
 def test_a_missing_package_is_one_line(hidden, ranks, options, said, advice, prepared, tmp_path):
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=prepared, layers=2))
+    config = write_config(tmp_path / "c.toml", prepared, 2)
     done = without(hidden, command(config, tmp_path / "run", grid_pipe=2, **options), ranks)
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = errors(done.stderr)
@@ -232,24 +238,9 @@ def test_a_missing_package_is_one_line(hidden, ranks, options, said, advice, pre
 
 def test_processes_that_mpi_does_not_join_are_refused(prepared, tmp_path):
     """Two tasks as `srun` without PMIx starts them: each is a world of one process to MPI."""
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=prepared, layers=2))
-    slurm = {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-    }  # fmt: skip
-    words = [*AXONN, "train", str(config), *flags({"log_dir": tmp_path / "run", "grid_pipe": 2})]
-    tasks = [
-        subprocess.Popen(
-            words,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    said = [task.communicate(timeout=60)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [2, 2], said
-    (line,) = errors(said[0])
+    words = command(write_config(tmp_path / "c.toml", prepared, 2), tmp_path / "run", grid_pipe=2)
+    both = together(lambda rank: words, slurm_tasks(), seconds=60)
+    assert [done.returncode for done in both] == [2, 2], both
+    (line,) = errors(both[0].stderr)
     assert "a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees 1 process(es), Slurm 2" in line
     assert not (tmp_path / "run").exists()

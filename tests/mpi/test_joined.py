@@ -1,46 +1,29 @@
 """Scripts that have their own `jax.distributed`, or jax's variables for it: `init` takes the processes as they are."""
 
-import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, environment, finished
+from launched import UNDER_MPIRUN, mpirun, objects, succeeded, together
+
+from axonn_jax.distributed.network import free_port
 
 SCRIPT = str(Path(__file__).with_name("joined_script.py"))
 REFUSED = "axonn_jax.errors.UserError: "
 
 
 def address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port('127.0.0.1')}"
 
 
 def by_hand(how, folder, *axes, **variables):
     """Starts two processes and returns the lines of both, of JSON, and their errors."""
     at = address()
     own = {name: value.replace("ADDRESS", at) for name, value in variables.items()}
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, how, at, folder, *axes],
-            env={**environment(), **own, "RANK": rank, **({"JAX_PROCESS_ID": rank} if own else {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    ended = [process.communicate(timeout=200) for process in started]
-    return objects("".join(out for out, _ in ended)), [err for _, err in ended]
-
-
-def objects(text):
-    """JSON among the lines that gloo writes."""
-    return [json.loads(line) for line in text.splitlines() if line[0] == "{"]
+    each = [{**own, "RANK": rank, **({"JAX_PROCESS_ID": rank} if own else {})} for rank in "01"]
+    both = together(lambda rank: [sys.executable, SCRIPT, how, at, folder, *axes], each)
+    return objects("".join(done.stdout for done in both)), [done.stderr for done in both]
 
 
 def check(lines, axes):
@@ -80,9 +63,7 @@ class TestUnderMpirun:
 
     @pytest.mark.parametrize("axes", [("pipe",), pytest.param(("data", "z"), marks=pytest.mark.slow)])
     def test_what_the_script_has_joined_trains(self, tmp_path, axes):
-        command = [MPIRUN, "--oversubscribe", "-n", "2", sys.executable, SCRIPT, "script", address(), str(tmp_path)]
-        done = finished([*command, *axes])
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = succeeded(mpirun(2, sys.executable, SCRIPT, "script", address(), tmp_path, *axes))
         check(objects(done.stdout), axes)
         assert ("jax.distributed is shut down: each stage of a pipeline has its own" in done.stderr) == ("pipe" in axes)
         assert os.path.exists(tmp_path / axes[0] / "step_00000002" / "manifest.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pretrained
 import pytest
-from launched import CONFIG, MPIRUN, UNDER_MPIRUN, command, errors, finished, flags
+from launched import UNDER_MPIRUN, command, errors, finished, flags, mpirun, write_config
 
 pytestmark = UNDER_MPIRUN
 slow = pytest.mark.slow
@@ -14,9 +14,7 @@ QWEN = pretrained.CONFIGS["qwen3"] | {"num_attention_heads": 4, "vocab_size": 51
 
 @pytest.fixture
 def plain(prepared, tmp_path):
-    path = tmp_path / "plain.toml"
-    path.write_text(CONFIG.format(data=prepared, layers=2))
-    return path
+    return write_config(tmp_path / "plain.toml", prepared, 2)
 
 
 def refused(words, run):
@@ -42,7 +40,7 @@ def refused(words, run):
 def test_ranks_of_different_settings_are_refused_before_anything_compiles(other, said, plain, tmp_path):
     run = tmp_path / "run"
     one = command(plain, run, grid_pipe=2)
-    line = refused([MPIRUN, "--oversubscribe", "-n", "1", *one, ":", "-n", "1", *one, *flags(other)], run)
+    line = refused(mpirun(1, *one, ":", "-n", "1", *one, *flags(other)), run)
     assert said in line
 
 
@@ -51,8 +49,8 @@ def test_a_run_directory_that_the_processes_do_not_share_is_refused(plain, tmp_p
     for host in hosts:
         host.mkdir()
     one = command(plain, "out", grid_data=2)
-    apart = ["-n", "1", "--wdir", str(hosts[0]), *one, ":", "-n", "1", "--wdir", str(hosts[1]), *one]
-    line = refused([MPIRUN, "--oversubscribe", *apart], hosts[0] / "out")
+    apart = ["--wdir", hosts[0], *one, ":", "-n", "1", "--wdir", hosts[1], *one]
+    line = refused(mpirun(1, *apart), hosts[0] / "out")
     assert "log.dir = 'out': a directory shared by all processes; rank 1 does not see" in line
     assert not (hosts[1] / "out").exists()
 

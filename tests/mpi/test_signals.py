@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, Launched, errors
+from launched import UNDER_MPIRUN, Launched, errors, mpirun
 
 pytestmark = UNDER_MPIRUN
 SCRIPT = Path(__file__).with_name("signals_script.py")
@@ -16,8 +16,7 @@ ENDED_S = 60
 
 
 def start(folder, when, seconds):
-    words = [sys.executable, str(SCRIPT), str(folder), when, str(seconds)]
-    return Launched([MPIRUN, "--oversubscribe", "-n", "2", *words], folder)
+    return Launched(mpirun(2, sys.executable, SCRIPT, folder, when, seconds), folder)
 
 
 def signalled(run, number, wait=0.0):

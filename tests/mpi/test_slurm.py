@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from launched import complete as saved
 from slurm_rig import CORES, SBIN, Slurm, until
 from test_two_hosts import hosts as hosts
 from test_two_hosts import why_not
-
-from axonn_jax.checkpoint.manifest import all_steps, step_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,10 +34,6 @@ def slurm(tmp_path_factory, request):
     hosts = None if why_not() else request.getfixturevalue("hosts")
     with Slurm(tmp_path_factory.mktemp("slurm"), hosts) as slurm:
         yield slurm
-
-
-def saved(run):
-    return max((step_of(path) or 0 for path in all_steps(run / "checkpoints")), default=0)
 
 
 def options(run, every=1_000_000, axis="data"):

@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from launched import AXONN, UNDER_MPIRUN, OnTerminal, command, environment, flags
+from launched import AXONN, UNDER_MPIRUN, OnTerminal, command, complete, environment, flags, until
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.train.metrics import read_metrics
@@ -51,13 +51,10 @@ def test_ctrl_c_under_a_bare_mpirun_ends_soon_and_loses_no_earlier_save(config, 
     run = tmp_path / "run"
     words = command(config, run, 2, grid_pipe=2, train_steps=100_000, checkpoint_every=20, train_eval_every=0)
     with OnTerminal(words) as job:
-        end = time.monotonic() + 120
-        while not all_steps(run / "checkpoints"):
-            assert time.monotonic() < end
-            job.read(0.05)
-        before = step_of(all_steps(run / "checkpoints")[0])
+        until(lambda: job.read(0.05) or complete(run), lambda: job.shown)
+        before = complete(run)
         job.press(b"\x03")
         began = time.monotonic()
         assert job.status() != 0
         assert time.monotonic() - began < 10
-    assert step_of(all_steps(run / "checkpoints")[0]) >= before
+    assert complete(run) >= before

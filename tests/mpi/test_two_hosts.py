@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, finished
+from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, succeeded
 
 from axonn_jax.distributed.network import listening
 
@@ -136,8 +136,7 @@ def hosts(tmp_path_factory):
 )
 def test_the_curve_across_two_hosts_is_that_of_one_process(ranks, axes, hosts, config, one_process, tmp_path):
     options = {"checkpoint_every": 0, **axes}
-    done = finished(hosts.mpirun(ranks, command(config, tmp_path / "run", **options)))
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = succeeded(hosts.mpirun(ranks, command(config, tmp_path / "run", **options)))
     (losses, _, held_out), want = curves(tmp_path / "run"), curves(one_process("gpt"))
     np.testing.assert_allclose(losses, want[0], rtol=TOLERANCE)
     np.testing.assert_allclose(held_out, want[2], rtol=TOLERANCE)

@@ -1,23 +1,17 @@
 """Bytes that microbatches in flight keep between tasks: live arrays of real steps beside what a pipeline states."""
 
-import functools
-
-import grids
 import jax
 import live
 import numpy as np
 import optax
 import pipeline_memory as bounds
 import pytest
-from flax import nnx
 from trainers import make_trainer
 
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
+from axonn_jax import GridShape, PipelineConfig
+from axonn_jax.models import ModelShape
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.train.config import PipelineConfig
 
 MICROBATCHES, ROWS = 8, 16
 TIGHT, CHUNKED = 0.9, 0.75
@@ -26,16 +20,9 @@ TIGHT, CHUNKED = 0.9, 0.75
 
 def made(pipe, policy, chunks, activations, layers, in_flight):
     shape = ModelShape(layers=layers, hidden=32, heads=2, kv_heads=2, ffn=128, vocab=64, seq_len=32)
-    make = functools.partial(Transformer, shape)
-    return make_trainer(
-        lambda: make(rngs=nnx.Rngs(0)),
-        optax.sgd(1e-3),
-        grids.lay(GridShape(pipe=pipe)),
-        microbatches=MICROBATCHES,
-        activations=activations,
-        precision="fp32",
-        pipeline=PipelineConfig(policy=policy, virtual_stages=chunks, in_flight=in_flight),
-    )
+    pipeline = PipelineConfig(policy=policy, virtual_stages=chunks, in_flight=in_flight)
+    options = {"microbatches": MICROBATCHES, "activations": activations, "precision": "fp32", "pipeline": pipeline}
+    return make_trainer(shape, optax.sgd(1e-3), GridShape(pipe=pipe), **options)
 
 
 def case(*given, slow=True):

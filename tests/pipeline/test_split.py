@@ -9,8 +9,7 @@ from flax import nnx
 
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.precision import precisions
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.partition_jaxpr import cut, keeps
 from axonn_jax.pipeline.trace import StepShape, trace_whole

@@ -1,20 +1,18 @@
 """The commands of a pruned run: train densely, prune, go on on another grid, generate, convert."""
 
-import io
 import json
 import os
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import grids
 import numpy as np
 import pytest
+from commands import said
 
 import axonn_jax as ax
 from axonn_jax.checkpoint.manifest import read
-from axonn_jax.cli.main import main
 from axonn_jax.grid import GridShape
 from axonn_jax.train.metrics import read_metrics
 
@@ -26,19 +24,15 @@ SMALL = [
 
 
 def command(*words, status=0):
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        got = main([*map(str, words)])
-    assert got == status, err.getvalue()
-    return out.getvalue() or err.getvalue()
+    out, err = said(*words, status=status)
+    return out or err
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with data, a dense run of six steps, and what was pruned of it."""
+def runs(prepared, tmp_path_factory):
+    """A folder with a dense run of six steps, and what was pruned of it."""
     folder = tmp_path_factory.mktemp("runs")
-    command("prepare", ROOT / "axonn_jax" / "pruned", folder / "data", "--vocab", "300", "--include", "*.py")
-    dense = ["--data.path", folder / "data", "--log.dir", folder / "dense", "--train.steps", "6"]
+    dense = ["--data.path", prepared, "--log.dir", folder / "dense", "--train.steps", "6"]
     (folder / "dense.toml").write_text("[model]\n")
     command("train", folder / "dense.toml", *SMALL, *dense)
     result = json.loads(command("prune", folder / "dense", folder / "pruned", "--density", "0.25", "--json"))

@@ -4,16 +4,15 @@ import grids
 import jax
 import numpy as np
 import pytest
+import trainers
 from test_pruned_training import DENSITY, PRUNE, batches, curve, largest, model, optimizer
-from trainers import make_trainer
+from trainers import make_trainer, params, same
 
 import axonn_jax as ax
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.grid import GridShape
 from axonn_jax.pruned.prune import prunable
 from axonn_jax.tensor.params import split_module
-
-CURVE_TOLERANCE = 2e-6
 
 
 def made(axes, prune=PRUNE, **options):
@@ -27,7 +26,7 @@ def saved(tmp_path_factory):
     for batch in batches(3):
         trainer.step(batch)
     path = trainer.save(folder, 3)
-    kept = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    kept = params(trainer)
     return path, kept, curve(made(GridShape()), 6)[0]
 
 
@@ -45,32 +44,15 @@ def test_goes_on_on_other_grids(axes, options, saved):
     path, kept, want = saved
     trainer = made(axes, ax.PruneConfig(density=DENSITY, method="random"), **options)  # the checkpoint's masks count
     assert trainer.load(path) == 3
-    for name, value in trainer.engine.params.items():
-        np.testing.assert_array_equal(np.asarray(value), kept[name], err_msg=name)
-    got = [[float(m[key]) for key in ("loss", "grad_norm")] for m in map(trainer.step, batches(6)[3:])]
-    np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
-
-
-@pytest.mark.slow
-def test_a_pipeline_saves_what_one_device_goes_on_with(tmp_path, saved):
-    _, _, want = saved
-    trainer = made(GridShape(2, 1, 1, 2))
-    for batch in batches(3):
-        trainer.step(batch)
-    path = trainer.save(tmp_path, 3)
-    trainer.close()
-    trainer = made(GridShape())
-    trainer.load(path)
-    got = [[float(m[key]) for key in ("loss", "grad_norm")] for m in map(trainer.step, batches(6)[3:])]
-    np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
+    same(trainer.engine.params, kept)
+    np.testing.assert_allclose(trainers.curve(trainer, batches(6)[3:]), want[3:], rtol=grids.CURVE_TOLERANCE)
 
 
 def test_is_dense_under_the_usual_names(saved):
     path, kept, _ = saved
     dense = make_trainer(model(), optimizer(), grids.lay(GridShape()), microbatches=2)
     dense.load(path)  # masks are passed by
-    for name, value in dense.engine.params.items():
-        np.testing.assert_array_equal(np.asarray(value), kept[name])
+    same(dense.engine.params, kept)
     arrays = read(path).arrays
     assert {name for name in arrays if not name.startswith("masks.")} == set(dense.engine.state())
     masks = [name for name in arrays if name.startswith("masks.")]
@@ -97,5 +79,4 @@ def test_the_model_that_was_trained(saved):
     trainer = made(GridShape(1, 1, 2, 2))
     trainer.load(path)
     assert isinstance(trainer.model, ax.models.Transformer)
-    for name, value in split_module(trainer.model).params.items():
-        np.testing.assert_array_equal(np.asarray(jax.device_get(value)), kept[name])
+    same(jax.device_get(split_module(trainer.model).params), kept)

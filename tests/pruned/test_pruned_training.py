@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+import trainers
+from trainers import ids, make_trainer, same, transformer
+from trainers import params as params_of
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
@@ -16,12 +17,11 @@ from axonn_jax.tensor.params import split_module
 DENSITY = 0.25
 PRUNE = ax.PruneConfig(density=DENSITY)
 SHAPE = grids.LLAMA
-CURVE_TOLERANCE = 2e-6
-"""Of the same sums in another order, over a curve."""
+CURVE_TOLERANCE = grids.CURVE_TOLERANCE
 
 
 def model(shape=SHAPE):
-    return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0))
+    return transformer(shape)
 
 
 def optimizer():
@@ -29,22 +29,19 @@ def optimizer():
 
 
 def batches(steps, shape=SHAPE):
-    rng = np.random.default_rng(0)
-    return rng.integers(0, shape.vocab, (steps, 8, shape.seq_len + 1))
+    return ids(shape.vocab, steps, 8, shape.seq_len + 1)
 
 
 def curve(trainer, steps, shape=SHAPE):
-    metrics = [trainer.step(batch) for batch in batches(steps, shape)]
-    params = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    found = trainers.curve(trainer, batches(steps, shape)), params_of(trainer)
     trainer.close()
-    return [[float(m[name]) for name in ("loss", "grad_norm")] for m in metrics], params
+    return found
 
 
-def largest(value, density=DENSITY):
-    """A mask by numpy: of the largest magnitudes, of equal ones the first."""
-    order = np.argsort(-np.abs(value).reshape(-1), kind="stable")
+def largest(value, count=None):
+    """A mask by numpy: of so many of the largest magnitudes, of equal ones the first."""
     mask = np.zeros(value.size, bool)
-    mask[order[: round(value.size * density)]] = True
+    mask[np.argsort(-np.abs(value).reshape(-1), kind="stable")[: count or round(value.size * DENSITY)]] = True
     return mask.reshape(value.shape)
 
 
@@ -90,8 +87,7 @@ def test_bit_for_bit_as_dense_training_with_masked_gradients(options):
     pruned = make_trainer(model(), optimizer(), grids.lay(GridShape()), prune=PRUNE, **options)
     got, values = curve(pruned, 50)
     assert [loss for loss, _ in got] == [loss for loss, _ in losses]
-    for name, value in params.items():
-        np.testing.assert_array_equal(values[name], value, err_msg=name)
+    same(values, params)
     for name, mask in masks.items():
         assert not values[name][~mask].any()
         assert np.count_nonzero(values[name]) == mask.sum() == round(mask.size * DENSITY)
@@ -145,7 +141,7 @@ def test_masks_of_a_file(axes, dense, tmp_path):
     np.savez(tmp_path / "masks.npz", **masks)
     prune = ax.PruneConfig(method="file", mask_file=str(tmp_path / "masks.npz"))
     trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=prune, microbatches=2)
-    values = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    values = params_of(trainer)
     trainer.close()
     for name, mask in masks.items():
         np.testing.assert_array_equal(values[name] != 0, mask)

@@ -1,27 +1,21 @@
 """Runs that go on: with the masks of their checkpoint, as their settings ask for them, or with a search begun anew."""
 
-import io
-from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import grids
-import jax
 import numpy as np
 import optax
 import pytest
+from commands import said
 from flax import nnx
-from jax.sharding import Mesh
 
+from axonn_jax import GridShape, PruneConfig, Trainer, UserError
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
-from axonn_jax.cli.main import main
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
-from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.pruned.masks import kept
 from axonn_jax.train.engines import base
-from axonn_jax.train.trainer import Trainer, pruning_of
+from axonn_jax.train.trainer import pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,24 +26,15 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
+def train(prepared, tmp_path_factory):
     """What trains a small model with some flags; it returns what is printed."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run.toml").write_text("[model]\n")
 
-    def command(*words, status=0):
-        out, err = io.StringIO(), io.StringIO()
-        mesh = Mesh(np.empty((), object), ())  # a run sets one, which the next one in this process is not to see
-        with redirect_stdout(out), redirect_stderr(err), jax.set_mesh(mesh):
-            got = main([*map(str, words)])
-        assert got == status, err.getvalue()
-        return out.getvalue() + err.getvalue()
-
     def run(name, *flags, status=0):
-        where = ("--data.path", folder / "data", "--log.dir", folder / name)
-        return command("train", folder / "run.toml", *SMALL, *where, *flags, status=status)
+        where = ("--data.path", prepared, "--log.dir", folder / name)
+        return "".join(said("train", folder / "run.toml", *SMALL, *where, *flags, status=status))
 
-    command("prepare", ROOT / "axonn_jax" / "pruned", folder / "data", "--vocab", "300", "--include", "*.py")
     return run
 
 

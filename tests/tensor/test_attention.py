@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
-from axonn_jax import compat
-from axonn_jax.errors import UserError
+from axonn_jax import UserError, compat
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.tensor.attention import Rotation, angles, blocked_attention, causal_attention, rotary
 from axonn_jax.tensor.kernel_choice import AttentionRule, Tiles, against_cudnn, choose_form, tiles
@@ -25,12 +24,25 @@ def seen(seq, window=0):
 
 def plain(q, k, v, window=0, cap=0.0):
     group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    scores = cap * np.tanh(scores / cap) if cap else scores
-    scores = np.where(seen(q.shape[1], window), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
+    weights = jax.nn.softmax(jnp.where(seen(q.shape[1], window), scores, -jnp.inf), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@jax.enable_x64(True)
+def exact(qkv, direction, window, cap=0.0):
+    """Values and gradients in float64."""
+    values, pull = jax.vjp(lambda *qkv: plain(*qkv, window, cap), *(jnp.asarray(a, jnp.float64) for a in qkv))
+    return [np.asarray(one) for one in (values, *pull(jnp.asarray(direction)))]
+
+
+def check(got, want, largest=0.0):
+    """Sums over up to seq = 300 terms: sqrt(300) = 17 eps of the largest entry, twice for a gradient's two matmuls."""
+    np.testing.assert_allclose(got[0], want[0], atol=16 * EPS * np.abs(want[0]).max())
+    for one, wanted in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_allclose(one, wanted, atol=34 * EPS * max(np.abs(wanted).max(), largest))
 
 
 def inputs(batch, seq, heads, kv_heads, head_dim):
@@ -51,17 +63,15 @@ WINDOWS += [((2, 16, 4, 2, 8), 99)]
 @pytest.mark.parametrize("kernel", ["blocked", "xla"])
 def test_values_and_gradients(kernel, shape, window):
     *qkv, direction = inputs(*shape)
-    narrow = [jnp.asarray(a, jnp.float32) for a in qkv]
-    out, pull = jax.vjp(lambda q, k, v: causal_attention(q, k, v, kernel, AttentionRule(window)), *narrow)
-    np.testing.assert_allclose(out, plain(*qkv, window), atol=16 * EPS * np.abs(plain(*qkv, window)).max())
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(a, jnp.float64) for a in qkv]
-        want = jax.vjp(lambda q, k, v: _plain_jax(q, k, v, window), *wide)[1](jnp.asarray(direction))
-    for got, exact in zip(pull(jnp.asarray(direction, jnp.float32)), want, strict=True):
-        # Sums over up to seq = 300 terms: sqrt(300) = 17 eps of the largest entry, twice for the two matmuls. With one
-        # token gradients of queries and keys are differences of equal terms, as large as the gradient of values.
-        largest = max(float(np.abs(one).max()) for one in (exact, *(want[2:] if 1 in (shape[1], window) else ())))
-        np.testing.assert_allclose(got, exact, atol=34 * EPS * largest)
+    got = of_kernel(qkv, direction, kernel, AttentionRule(window))
+    want = exact(qkv, direction, window)
+    # With one token gradients of queries and keys are differences of equal terms, as large as the gradient of values.
+    check(got, want, np.abs(want[3]).max() if 1 in (shape[1], window) else 0.0)
+
+
+def of_kernel(qkv, direction, kernel, rule):
+    out, pull = jax.vjp(lambda *a: causal_attention(*a, kernel, rule), *(jnp.asarray(a, jnp.float32) for a in qkv))
+    return out, *pull(jnp.asarray(direction, jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -70,25 +80,9 @@ def test_values_and_gradients(kernel, shape, window):
 def test_capped_scores(shape):
     """Of a cap below the largest scores, in windows."""
     *qkv, direction = inputs(*shape)
-    rule, cap = AttentionRule(70, 0.7), 0.7
-    out, pull = jax.vjp(lambda *a: causal_attention(*a, "auto", rule), *(jnp.asarray(a, jnp.float32) for a in qkv))
-    want = plain(*qkv, 70, cap)
-    np.testing.assert_allclose(out, want, atol=16 * EPS * np.abs(want).max())
-    assert np.abs(want - plain(*qkv, 70)).max() > 0.05 * np.abs(want).max()
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(a, jnp.float64) for a in qkv]
-        exact = jax.vjp(lambda *a: _plain_jax(*a, 70, cap), *wide)[1](jnp.asarray(direction))
-    for got, one in zip(pull(jnp.asarray(direction, jnp.float32)), exact, strict=True):
-        np.testing.assert_allclose(got, one, atol=34 * EPS * float(np.abs(one).max()))
-
-
-def _plain_jax(q, k, v, window, cap=0.0):
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    scores = cap * jnp.tanh(scores / cap) if cap else scores
-    weights = jax.nn.softmax(jnp.where(seen(q.shape[1], window), scores, -jnp.inf), -1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    want = exact(qkv, direction, 70, 0.7)
+    check(of_kernel(qkv, direction, "auto", AttentionRule(70, 0.7)), want)
+    assert np.abs(want[0] - exact(qkv, direction, 70)[0]).max() > 0.05 * np.abs(want[0]).max()
 
 
 def test_bfloat16_stays_bfloat16():

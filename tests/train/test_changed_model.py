@@ -9,15 +9,16 @@ import numpy as np
 import optax
 import pretrained
 import pytest
+from commands import refusal
+from damage import edit_json
 from flax import nnx
-from launched import CONFIG
+from launched import write_config
 
 import axonn_jax as ax
+from axonn_jax import GridShape, UserError
 from axonn_jax.checkpoint.manifest import MANIFEST, CheckpointManifest, read
 from axonn_jax.checkpoint.restore import Checkpoint, check_model
 from axonn_jax.cli.main import main
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.train.config_file import loads, to_toml
 
@@ -42,10 +43,7 @@ CHANGES = {
         **{"norm": "rmsnorm_1p", "rope_theta": 5e5, "embedding_scale": True, "window": 31, "experts": 4},
     },
     "llama3": {
-        "rope_factor": 8.0,
-        "rope_low_freq_factor": 0.5,
-        "rope_high_freq_factor": 64.0,
-        "rope_scaling": "linear",
+        **{"rope_factor": 8.0, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 64.0, "rope_scaling": "linear"}
     },
     "yarn": {"rope_beta_fast": 2.0, "rope_beta_slow": 0.01, "rope_attention_factor": 2.0, "rope_original_seq_len": 32},
     "gemma2": {
@@ -115,17 +113,14 @@ def test_every_field_of_a_model_is_looked_at():
 def run(prepared, tmp_path_factory):
     """A run of two steps, and what starts it again."""
     root = tmp_path_factory.mktemp("changed")
-    (root / "c.toml").write_text(CONFIG.format(data=prepared, layers=1))
-    argv = ["train", str(root / "c.toml"), "--log.dir", str(root / "run"), "--train.warmup", "0", "--train.steps"]
+    config = write_config(root / "c.toml", prepared)
+    argv = ["train", str(config), "--log.dir", str(root / "run"), "--train.warmup", "0", "--train.steps"]
     assert main([*argv, "2"]) == 0
     return root, argv
 
 
 def refused(argv, capsys, *says):
-    capsys.readouterr()
-    assert main(argv) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: ")
+    line = refusal(capsys, *argv, alone=False)
     assert all(text in line for text in says), line
 
 
@@ -159,9 +154,7 @@ def test_a_shape_comes_from_any_directory_of_a_model(run, tmp_path):
     step = (root / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "step_00000002")
     assert ax.models.shape_of(str(step)) == shape
     assert read(step).run["model"] == dataclasses.asdict(shape)
-    raw = json.loads((step / MANIFEST).read_text())
-    raw["content"]["run"]["model"]["heads"] = "4"
-    (step / MANIFEST).write_text(json.dumps(raw))
+    edit_json(step / MANIFEST, lambda raw: raw["content"]["run"]["model"].update(heads="4"))
     llama = pretrained.CONFIGS["llama"]
     assert ax.models.shape_of(pretrained.write_model(tmp_path / "hf", llama, {})) == shape_from_config(llama)
     for folder, says in ((tmp_path, "a step_N"), (step, r"model\.heads = '4': an integer")):
@@ -171,8 +164,7 @@ def test_a_shape_comes_from_any_directory_of_a_model(run, tmp_path):
 
 
 def test_a_pretrained_directory_is_not_loaded_as_another_model(tmp_path):
-    llama = pretrained.CONFIGS["llama"]
-    folder = pretrained.write_model(tmp_path / "hf", llama, pretrained.weights(llama))
+    folder = pretrained.directory(tmp_path / "hf", "llama")
     shape = dataclasses.replace(ax.models.shape_of(folder), rope_theta=5.0)
     trainer = ax.Trainer(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), optax.sgd(0.1), grids.lay(GridShape()))
     with pytest.raises(UserError, match=r"model\.rope_theta = 5\.0 \(10000\.0 there\)"):

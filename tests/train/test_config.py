@@ -1,28 +1,25 @@
 """The configuration's tables: defaults, shapes, checks, text that reads back, and the reference made from them."""
 
 import math
-import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
-from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import ROOT, finished
 
+from axonn_jax import GridShape, PruneConfig, TensorConfig, UserError
 from axonn_jax.data.manifest import Manifest
-from axonn_jax.errors import UserError
-from axonn_jax.grid import MOST_DEVICES, GridShape
+from axonn_jax.grid import MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import ModelConfig, preset, preset_names
-from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.train import config_file
-from axonn_jax.train.config import Config, DataConfig, LogConfig, TensorConfig, TrainConfig
+from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import check
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig(layers=2, hidden=32, heads=4, seq_len=16)
 
 
@@ -260,9 +257,7 @@ def test_run_directory_is_named_after_the_file(tmp_path):
 
 
 def test_every_field_is_documented_once_for_all():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/docs/config_reference"], capture_output=True, text=True, timeout=60
-    )
+    done = finished([sys.executable, ROOT / "scripts/docs/config_reference"])
     assert (done.returncode, done.stderr) == (0, "")
     page = done.stdout
     for table, keys in config_file.tables().items():

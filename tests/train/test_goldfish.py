@@ -7,14 +7,11 @@ import grids
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+from trainers import losses, make_trainer, transformer
 
 import axonn_jax as ax
+from axonn_jax import GridShape, Loader, UserError
 from axonn_jax.data.goldfish import GoldfishConfig
-from axonn_jax.data.loader import Loader
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.models.packed import LEFT_OUT, counted_targets, pack
 
 MASK = (1 << 64) - 1
@@ -88,14 +85,8 @@ def loss_without(kind):
     batch = rows((8, 17), shape.vocab)
     targets = [[place not in dropped(row, 2, 3) for place in range(17)] for row in batch]
     packed = np.stack([pack([row], 17, [counts]) for row, counts in zip(batch, targets, strict=True)])
-    trainer = make_trainer(
-        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), packed=True),
-        optax.sgd(0.1),
-        grids.lay(GridShape()),
-        precision="fp32",
-    )
-    first = float(trainer.step(packed)["loss"])
-    return batch, first, float(trainer.step(packed)["loss"])
+    trainer = make_trainer(transformer(shape, packed=True), optax.sgd(0.1), GridShape(), precision="fp32")
+    return batch, losses(trainer, [packed] * 2)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +101,9 @@ def loss_without(kind):
     ids=str,
 )
 def test_loss_and_update_are_those_of_the_targets_that_count(kind, axes):
-    batch, *want = loss_without(kind)
-    trainer = make_trainer(
-        lambda: ax.models.Transformer(SHAPES[kind], rngs=nnx.Rngs(0)),
-        optax.sgd(0.1),
-        grids.lay(axes),
-        microbatches=2,
-        precision="fp32",
-    )
-    marked = ax.goldfish(batch, 2, 3)
-    got = [float(trainer.step(marked)["loss"]) for _ in range(2)]
+    batch, want = loss_without(kind)
+    trainer = make_trainer(SHAPES[kind], optax.sgd(0.1), axes, microbatches=2, precision="fp32")
+    got = losses(trainer, [ax.goldfish(batch, 2, 3)] * 2)
     trainer.close()
     np.testing.assert_allclose(got, want, rtol=1e-6)
 

@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
+from axonn_jax import GridShape, Loader
 from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
-from axonn_jax.grid import GridShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.train.metrics import read_metrics
 

@@ -8,32 +8,21 @@ import grids
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from trainers import make_trainer
+import trainers
+from trainers import ids, losses, make_trainer
 
-import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax import GridShape, PipelineConfig
 
 STEPS = 3
 
 
 def made(axes, **pipeline):
-    return make_trainer(
-        lambda: ax.models.Transformer(grids.LLAMA, rngs=nnx.Rngs(0)),
-        optax.adam(1e-3),
-        grids.lay(GridShape(**axes)),
-        microbatches=4,
-        pipeline=PipelineConfig(**pipeline),
-    )
+    pipeline = PipelineConfig(**pipeline)
+    return make_trainer(grids.LLAMA, optax.adam(1e-3), GridShape(**axes), microbatches=4, pipeline=pipeline)
 
 
 def batch(step):
-    return np.random.default_rng(step).integers(0, grids.LLAMA.vocab, (8, 9))
-
-
-def losses(trainer):
-    return [float(trainer.step(batch(step))["loss"]) for step in range(STEPS)]
+    return ids(grids.LLAMA.vocab, 8, 9, seed=step)
 
 
 class Broken(Exception):
@@ -63,7 +52,7 @@ def break_at(rank, task):
 )
 def test_a_step_that_was_broken_off_has_not_been(policy, place):
     whole, broken = made({"pipe": 2}, policy=policy), made({"pipe": 2}, policy=policy)
-    want = losses(whole)
+    want = losses(whole, map(batch, range(STEPS)))
     held_out = whole.evaluate([batch(9)])
     got = []
     for step in range(STEPS):
@@ -102,12 +91,6 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     trainer.close()
 
 
-def forever(trainer, timer):
-    timer.start()
-    while True:
-        trainer.step(batch(trainer.engine.steps_done))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"pipe": 2}])
 def test_twenty_interrupts_at_random_moments(axes):
@@ -116,8 +99,10 @@ def test_twenty_interrupts_at_random_moments(axes):
     trainer.step(batch(0))
     for _ in range(20):
         timer = threading.Timer(random.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            forever(trainer, timer)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            timer.start()
+            while True:
+                trainer.step(batch(trainer.engine.steps_done))
         timer.join()
         try:
             trainer.step(batch(trainer.engine.steps_done))
@@ -127,8 +112,7 @@ def test_twenty_interrupts_at_random_moments(axes):
     same = made(axes)
     while same.engine.steps_done < trainer.engine.steps_done:
         same.step(batch(same.engine.steps_done))
-    for name, value in trainer.engine.params.items():
-        np.testing.assert_allclose(value, same.engine.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    trainers.same(trainer.engine.params, same.engine.params, rtol=1e-4, atol=1e-6)
     assert lost < 10
     assert lost == 0 or "create a new Trainer" in told
     trainer.close()

@@ -12,7 +12,20 @@ import sys
 import time
 
 import pytest
-from launched import AXONN, CONFIG, UNDER_MPIRUN, alive, command, environment, errors, finished, flags
+from launched import (
+    AXONN,
+    UNDER_MPIRUN,
+    alive,
+    command,
+    complete,
+    environment,
+    errors,
+    finished,
+    flags,
+    succeeded,
+    until,
+    write_config,
+)  # fmt: skip
 
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.documents import held
@@ -39,9 +52,7 @@ main(sys.argv[2:])
 
 @pytest.fixture
 def config(prepared, tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text(CONFIG.format(data=prepared, layers=1) + "\n[checkpoint]\nevery = 2\nkeep = 2\n")
-    return path
+    return write_config(tmp_path / "c.toml", prepared, more="[checkpoint]\nevery = 2\nkeep = 2")
 
 
 class Contestant:
@@ -62,30 +73,18 @@ def restarted(words, restarts):
     return [*AXONN, "launch", "--restarts", str(restarts), *words[len(AXONN) :]]
 
 
-def saves(run):
-    return len(list(run.glob("checkpoints/step_*")))
-
-
-def until(holds, process=None, seconds=120):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert process is None or process.poll() is None, process.returncode
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)
-
-
 def contest(config, run, offset, folder):
     """Two runs, the second some seconds later: one is refused, and the other goes on as if it were alone."""
     first = Contestant(config, run, 0.001, folder / "first")
     time.sleep(offset)
     both = [first, Contestant(config, run, 0.002, folder / "second")]
     try:
-        until(lambda: any(one.process.poll() is not None for one in both))
+        until(lambda: any(one.process.poll() is not None for one in both), lambda: first.said)
         loser, winner = sorted(both, key=lambda one: one.process.poll() is None)
         assert loser.process.wait() == 2, loser.said
         (line,) = loser.said.splitlines()
         assert int(re.match(REFUSED, line)[2]) == winner.process.pid
-        until(lambda: saves(run) >= 2, winner.process)
+        until(lambda: complete(run) >= 4, lambda: winner.said, process=winner.process)
         winner.process.send_signal(signal.SIGTERM)
         assert winner.process.wait(60) == 128 + signal.SIGTERM, winner.said
     finally:
@@ -129,7 +128,7 @@ def contents(run):
                                  pytest.param("launch", marks=UNDER_MPIRUN)])  # fmt: skip
 def test_a_run_that_is_refused_has_touched_nothing(how, config, tmp_path):
     run = tmp_path / "run"
-    assert finished(command(config, run, train_steps=3)).returncode == 0
+    succeeded(command(config, run, train_steps=3))
     (run / "checkpoints/unfinished_step_00000009").mkdir()
     options = {"train_steps": 5} | ({"grid_pipe": 2} if how in ("mpirun", "launch") else {})
     words = command(config, run, 2 if how == "mpirun" else 1, **options)
@@ -151,14 +150,13 @@ def test_after_kill_9_the_next_run_gets_the_lock_though_a_child_lives(config, tm
     words = [sys.executable, "-c", WITH_A_CHILD, str(run / LOCK), *command(config, run, train_steps=100_000)[3:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as killed:
         child = int(killed.stdout.readline().split()[1])
-        until(lambda: saves(run), killed)
+        until(lambda: complete(run), lambda: "no save", process=killed)
         killed.kill()
         killed.wait()
     try:
         assert alive(child)
         assert (run / LOCK).exists()
-        done = finished(command(config, run, train_steps=3))
-        assert done.returncode == 0, done.stderr
+        succeeded(command(config, run, train_steps=3))
         assert alive(child)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -169,11 +167,11 @@ def test_a_restart_waits_for_what_is_left_of_the_job_before(config, tmp_path):
     run, err = tmp_path / "run", tmp_path / "stderr"
     words = restarted(command(config, run, train_steps=60, train_eval_every=0), 1)
     with err.open("w") as file, subprocess.Popen(words, stderr=file, env=environment()) as job:
-        until(lambda: saves(run), job)
+        until(lambda: complete(run), err.read_text, process=job)
         os.kill(int((run / LOCK).read_text().split()[1]), signal.SIGKILL)
-        until(lambda: "starting again in 1 s" in err.read_text(), job)
+        until(lambda: "starting again in 1 s" in err.read_text(), err.read_text, process=job)
         with held(run / LOCK):
-            until(lambda: f"waiting for process {os.getpid()} on " in err.read_text(), job)
+            until(lambda: f"waiting for process {os.getpid()} on " in err.read_text(), err.read_text, process=job)
         assert job.wait(120) == 0, err.read_text()
     assert "resumed at step" in err.read_text()
 

@@ -37,11 +37,16 @@ def test_each_record_is_a_line_at_once_and_json(tmp_path):
     assert read_metrics(tmp_path)[1] == {"step": 2, "loss": None}
 
 
+def logged(folder, *records, **options):
+    log = MetricsLog(folder, **options)
+    for record in records:
+        log.write(record)
+    log.close()
+
+
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for value in (1.0, 2.0, 3.0):
-        log = MetricsLog(tmp_path)
-        log.write({"step": 1, "loss": value})
-        log.close()
+        logged(tmp_path, {"step": 1, "loss": value})
     assert read_metrics(tmp_path)[0]["loss"] == 3.0
     assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"] == 1.0
     assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["loss"] == 2.0
@@ -65,17 +70,10 @@ def shown(folder):
 
 def test_tensorboard_shows_a_resumed_runs_steps_once_and_no_other_runs(tmp_path):
     for first, resumed in ((1, 0), (4, 3), (1, 0)):
-        log = MetricsLog(tmp_path, tensorboard=True, resumed=resumed)
-        for step in range(first, first + 5):
-            log.write({"step": step, "loss": 1.0 / step})
-        log.close()
+        records = ({"step": step, "loss": 1.0 / step} for step in range(first, first + 5))
+        logged(tmp_path, *records, tensorboard=True, resumed=resumed)
     assert shown(tmp_path / "tensorboard.1") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert shown(tmp_path / "tensorboard") == [1, 2, 3, 4, 5]
-
-
-def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
 
 
 DAMAGES = {
@@ -97,9 +95,7 @@ def test_a_run_goes_on_with_the_lines_that_can_be_read(damage, at, tmp_path):
     lines.insert(1 if at == "middle" else 2, DAMAGES[damage])
     path, told = tmp_path / "metrics.jsonl", []
     path.write_bytes(b"".join(lines))
-    log = MetricsLog(tmp_path, resumed=2, warn=told.append)
-    log.write({"step": 3, "loss": 0.5})
-    log.close()
+    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == b"".join(lines), "nothing of a user's is lost"
     (line,) = told
@@ -116,19 +112,18 @@ def test_what_is_no_log_is_kept_under_another_name(kind, tmp_path):
         os.mkfifo(path)
     else:
         path.symlink_to(tmp_path / "nowhere")
-    log = MetricsLog(tmp_path, resumed=2, warn=told.append)
-    log.write({"step": 3, "loss": 0.5})
-    log.close()
+    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
     assert [record["step"] for record in read_metrics(tmp_path)] == [3]
     assert (tmp_path / "metrics.1.jsonl").is_symlink() or (tmp_path / "metrics.1.jsonl").exists()
     assert kind != "directory" or (tmp_path / "metrics.1.jsonl/notes.txt").read_text() == "mine"
     assert len(told) == 1
 
 
-def test_a_line_cut_off_by_a_kill_is_no_damage(tmp_path):
+def test_a_line_cut_off_by_a_kill_is_left_out_and_no_damage(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
     told = []
-    MetricsLog(tmp_path, resumed=1, warn=told.append).close()
+    logged(tmp_path, resumed=1, warn=told.append)
     assert not told
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -148,17 +143,18 @@ def test_a_run_without_a_finite_loss_is_drawn_without_a_warning(tmp_path):
 
 
 def test_the_plot_is_a_picture(tmp_path):
-    log = MetricsLog(tmp_path)
-    for step in range(1, 30):
-        log.write({"step": step, "loss": 8.0 / step})
-    log.write({"step": 29, "eval_loss": 0.5})
-    log.close()
+    logged(tmp_path, *({"step": step, "loss": 8.0 / step} for step in range(1, 30)), {"step": 29, "eval_loss": 0.5})
     assert plot_loss(tmp_path, 6.0).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_progress_away_from_a_terminal_is_plain_lines(monkeypatch):
-    lines = io.StringIO()
-    monkeypatch.setattr("sys.stderr", lines)
+@pytest.fixture
+def lines(monkeypatch):
+    """Standard error, no terminal."""
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    return stream
+
+
+def test_progress_away_from_a_terminal_is_plain_lines(lines):
     with Progress(100, interval=3600) as progress:
         for step in range(1, 101):
             progress.update(step, 2.0, 1000.0, 0.5)
@@ -168,9 +164,7 @@ def test_progress_away_from_a_terminal_is_plain_lines(monkeypatch):
     ]
 
 
-def test_the_time_left_is_told_from_steps_that_do_not_compile(monkeypatch):
-    lines = io.StringIO()
-    monkeypatch.setattr("sys.stderr", lines)
+def test_the_time_left_is_told_from_steps_that_do_not_compile(lines):
     with Progress(1000, interval=0.0) as progress:
         for step, seconds in enumerate([60.0, 30.0, 0.5, 0.5, 20.0, 0.5], 1):
             progress.update(step, 2.0, 1000.0, seconds)
@@ -178,9 +172,7 @@ def test_the_time_left_is_told_from_steps_that_do_not_compile(monkeypatch):
     assert left == ["", "", "", "8:18 left", "8:18 left", "8:17 left"]
 
 
-def test_other_ranks_are_silent(monkeypatch):
-    lines = io.StringIO()
-    monkeypatch.setattr("sys.stderr", lines)
+def test_other_ranks_are_silent(lines):
     with Progress(1, shown=False) as progress:
         progress.say("x")
         progress.update(1, 2.0, 1.0, 1.0)

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from trainers import make_trainer
+from trainers import make_trainer, params
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 
 PLATEAU = {"factor": 0.5, "patience": 1, "rtol": 0.5}
 RATE, STEPS = 0.1, 5
@@ -34,10 +33,8 @@ def test_an_optimizer_gets_the_loss(model, axes, options):
     trainer = make_trainer(model_of, optax.chain(optax.sgd(RATE), plateau), grids.lay(axes), microbatches=2, **options)
     state, scales, moves = plateau.init({}), [], []
     for _ in range(STEPS):
-        before = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
-        metrics = trainer.step(BATCH)
-        after = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
-        moved = sum(float(((after[name] - before[name]) ** 2).sum()) for name in before) ** 0.5
+        before, metrics, after = params(trainer), trainer.step(BATCH), params(trainer)
+        moved = sum(float(((after[name].astype(float) - before[name]) ** 2).sum()) for name in before) ** 0.5
         moves.append(moved / float(metrics["grad_norm"]) / RATE)
         with jax.numpy_dtype_promotion("standard"):
             _, state = plateau.update({}, state, value=np.float32(metrics["loss"]))

@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trainers
 from flax import nnx
 from shared_layers import Block
-from trainers import make_trainer
+from trainers import again, ids, make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, PipelineConfig, UserError
+from axonn_jax.grid import GRID_AXES
 from axonn_jax.memory.report import unused
 from axonn_jax.pipeline import build
 from axonn_jax.timeline.spans import last_whole_step
-from axonn_jax.train.config import PipelineConfig
 from axonn_jax.train.engines import pipeline
 
 STEPS, MICROBATCHES, ROWS = 20, 4, 16
 # Sums of another order: within a stage as on any grid (test_trainer), and the norm's squares added stage by stage.
-CURVE_TOLERANCE = 2e-6
+CURVE_TOLERANCE = grids.CURVE_TOLERANCE
 NORM_TOLERANCE = 1e-5
 
 GPT = dataclasses.replace(grids.GPT, layers=2, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
@@ -59,36 +59,22 @@ CASES = {
 QUICK = ("1f1b", "zero-bubble")
 
 
-def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="fp32", optimizer=None, **pipeline):
-    grid = grids.lay(GridShape(**axes))
-    shape = SHAPES[model]
-
-    def make():
-        return ax.models.Transformer(shape, rngs=nnx.Rngs(0))
-
-    return make_trainer(
-        make if lazy else make(),
-        optimizer or optax.adamw(3e-3),
-        grid,
-        microbatches=MICROBATCHES,
-        clip=clip,
-        activations=activations,
-        precision=precision,
-        pipeline=PipelineConfig(**pipeline),
-    )
+def trainer(model, axes, *, activations="none", precision="fp32", optimizer=None, **pipeline):
+    options = {"microbatches": MICROBATCHES, "clip": 0.5, "activations": activations, "precision": precision}
+    optimizer = optimizer or optax.adamw(3e-3)
+    return make_trainer(SHAPES[model], optimizer, GridShape(**axes), pipeline=PipelineConfig(**pipeline), **options)
 
 
 def batches(vocab, width):
-    return np.random.default_rng(0).integers(0, vocab, (4, ROWS, width))
+    return ids(vocab, 4, ROWS, width)
 
 
 def curve(made, shape, steps=STEPS):
     given = batches(shape.vocab, shape.seq_len + 1)
-    metrics = [made.step(given[step % 4]) for step in range(steps)]
-    losses = [(float(m["loss"]), float(m["grad_norm"])) for m in metrics]
+    found = trainers.curve(made, again(given, steps))
     held_out = made.evaluate(given[:2])
     made.close()
-    return np.asarray(losses), held_out
+    return np.asarray(found), held_out
 
 
 @functools.cache
@@ -127,7 +113,9 @@ def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_b
 
 
 def test_a_model_given_whole_and_one_made_stage_by_stage_start_equal():
-    lazy, whole = trainer("gpt", {"pipe": 2}), trainer("gpt", {"pipe": 2}, lazy=False)
+    lazy = trainer("gpt", {"pipe": 2})
+    given = ax.models.Transformer(GPT, rngs=nnx.Rngs(0))
+    whole = make_trainer(given, optax.adamw(3e-3), GridShape(2), microbatches=MICROBATCHES, precision="fp32")
     for name, value in lazy.engine.params.items():
         # The same numbers are drawn; XLA may compute them in another fused loop, which has its own roundings: 2 ulp.
         np.testing.assert_array_max_ulp(np.asarray(value), np.asarray(whole.engine.params[name]), maxulp=2)
@@ -229,23 +217,38 @@ def flax_layers():
     return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
 
 
-@pytest.mark.parametrize("axes", [pytest.param({"pipe": 2}, marks=pytest.mark.slow), {"pipe": 2, "data": 2, "z": 2}])
-def test_plain_flax_layers_train_over_a_pipeline(axes):
-    def run(axes):
-        made = make_trainer(
-            flax_layers, optax.adam(1e-2), grids.lay(GridShape(**axes)), microbatches=MICROBATCHES, clip=1.0
-        )
-        given = batches(32, 9)
-        losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
-        for pipe in getattr(made.engine, "_pipes", {}).values():
-            for rank in pipe.ranks.values():  # the gradients take the place of their sums
-                found = rank.reduce.memory_analysis()
-                assert found.alias_size_in_bytes == found.argument_size_in_bytes > 0
-        made.close()
-        return losses
+@functools.cache
+def of_flax_layers(**options):
+    """A curve in buckets smaller than some parameters and larger than others."""
+    axes = GridShape(**{axis: options.pop(axis) for axis in GRID_AXES if axis in options})
+    made = make_trainer(flax_layers, optax.adam(1e-2), axes, microbatches=MICROBATCHES, clip=1.0, bucket=400, **options)
+    found = trainers.curve(made, again(ids(32, 4, 2 * ROWS, 9), STEPS))
+    for pipe in getattr(made.engine, "_pipes", {}).values():
+        for rank in pipe.ranks.values() if "zero" not in options else ():
+            memory = rank.reduce.memory_analysis()  # the gradients take the place of their sums
+            assert memory.alias_size_in_bytes == memory.argument_size_in_bytes > 0
+    made.close()
+    return found
 
-    losses = run(axes)
-    np.testing.assert_allclose(losses, run({}), rtol=CURVE_TOLERANCE)
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"pipe": 2}, marks=pytest.mark.slow),
+        {"pipe": 2, "data": 2, "z": 2},
+        pytest.param({"expert": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2, "zero": 1}, marks=pytest.mark.slow),
+        {"data": 2, "expert": 2, "z": 2, "zero": 1, "offload": "optimizer"},
+        {"pipe": 2, "data": 2, "expert": 2, "zero": 1},
+    ],
+    ids=str,
+)
+def test_plain_flax_layers_train_over_a_pipeline_and_replicas_of_either_axis(options):
+    """Where there are no experts, layers of plain Flax take the axis `expert` for a part of `data`."""
+    found = of_flax_layers(**options)
+    np.testing.assert_allclose(found[:4], of_flax_layers()[:4], rtol=CURVE_TOLERANCE)
+    losses, want = (np.asarray(each)[:, 0] for each in (found, of_flax_layers()))
+    np.testing.assert_allclose(losses, want, rtol=CURVE_TOLERANCE)
     assert losses[-1] < losses[0] - 0.1
 
 

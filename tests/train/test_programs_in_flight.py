@@ -1,4 +1,6 @@
-"""Programs in flight: loops that read nothing keep few of them, counted by results that are not there yet."""
+"""Programs in flight: loops that read nothing keep few of them, and devices that share cores get to the end."""
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from launched import succeeded
 
 import axonn_jax as ax
 from axonn_jax.pruned import masks
@@ -54,3 +57,31 @@ def test_masks_of_many_kernels(monkeypatch, method):
 
     monkeypatch.setattr(masks, "_largest", watched)
     assert len(method(kernels, 0.3, "layer")) == len(made) == 6
+
+
+DEVICES = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+import jax, jax.numpy as jnp, numpy as np, optax
+from axonn_jax.grid import GridShape, build_grid
+grid = build_grid(GridShape(y=2, x=2), jax.devices())
+"""
+FINITE = """
+from jax.sharding import NamedSharding, PartitionSpec as P
+from axonn_jax.memory.report import all_finite
+kinds = [(P("x", "y"), (256, 256)), (P("y", "x"), (256, 256)), (P("x"), (256,)), (P("y"), (256,))]
+arrays = [jax.device_put(jnp.ones(size), NamedSharding(grid.mesh, spec)) for spec, size in kinds for _ in range(75)]
+assert all_finite(arrays)
+"""
+EVALUATE = """
+from flax import nnx
+import axonn_jax as ax
+shape = ax.models.ModelShape(1, 64, 8, 8, 128, 64, 64)
+trainer = ax.Trainer(lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)), optax.adam(1e-3), grid)
+assert np.isfinite(trainer.evaluate([np.ones((4, 65), int)] * 400))
+"""
+
+
+@pytest.mark.parametrize("program", [FINITE, EVALUATE], ids=["finite", "evaluate"])
+def test_four_devices_on_few_cores_get_to_the_end(program):
+    succeeded([sys.executable, "-c", DEVICES + program], 600)

@@ -2,18 +2,16 @@
 
 import functools
 
-import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainers import make_trainer
+from trainers import losses, make_trainer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.tensor.elementwise import DropoutKey
 
 VOCAB, WIDTH, STEPS = 24, 8, 4
@@ -68,14 +66,14 @@ NOISY = model(Noisy, *[mlp] * 2)  # in a pipeline layers that are alike share pr
 def curve(make, axes=None, steps=STEPS, load=None, save=None, **options):
     """Losses of steps, and that of an evaluation."""
     options = {"precision": "fp32", "microbatches": 1, **options}
-    trainer = make_trainer(make, optax.adam(3e-2), grids.lay(GridShape(**(axes or {}))), **options)
+    trainer = make_trainer(make, optax.adam(3e-2), GridShape(**(axes or {})), **options)
     first = trainer.load(load) if load else 0
-    losses = [float(trainer.step(batch)["loss"]) for batch in BATCHES[first:steps]]
+    found = losses(trainer, BATCHES[first:steps])
     if save:
         trainer.save(save, steps)
-    losses.append(trainer.evaluate([BATCHES[0]]))
+    found.append(trainer.evaluate([BATCHES[0]]))
     trainer.close()
-    return losses
+    return found
 
 
 @functools.cache
@@ -97,8 +95,8 @@ def serial(make=NOISY):
 def test_masks_do_not_depend_on_the_grid(axes, options):
     tolerance = TOLERANCE[options.get("precision", "fp32")]
     with jax.numpy_dtype_promotion("standard"):  # as for users, whose layers mix dtypes
-        losses = curve(NOISY, axes, **options)
-    np.testing.assert_allclose(losses, serial(), rtol=tolerance)
+        found = curve(NOISY, axes, **options)
+    np.testing.assert_allclose(found, serial(), rtol=tolerance)
 
 
 @pytest.mark.slow
@@ -125,14 +123,14 @@ def test_an_evaluation_drops_nothing():
 
 
 def test_masks_come_from_the_seed_and_the_step():
-    def losses(seed, **streams):
-        trainer = make_trainer(model(dropping, **streams), optax.sgd(0.0), grids.lay(GridShape()), seed=seed)
-        return [float(trainer.step(BATCHES[0])["loss"]) for _ in range(3)]
+    def drawn(seed, **streams):
+        trainer = make_trainer(model(dropping, **streams), optax.sgd(0.0), GridShape(), seed=seed)
+        return losses(trainer, [BATCHES[0]] * 3)
 
-    first = losses(0)
+    first = drawn(0)
     assert len(set(first)) == 3
-    assert losses(0, dropout=5) == first  # the layer's own streams begin anew from the step's key
-    assert not set(losses(1)) & set(first)
+    assert drawn(0, dropout=5) == first  # the layer's own streams begin anew from the step's key
+    assert not set(drawn(1)) & set(first)
 
 
 def test_every_row_and_layer_has_its_own_mask():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import grids
 import jax
@@ -9,23 +10,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from trainers import make_trainer
+from jax import NamedSharding, P
+from trainers import again, ids, losses, make_trainer, params, same
 
 import axonn_jax as ax
+from axonn_jax import GridShape, PipelineConfig, UserError
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.train.config import PipelineConfig
 
 BEFORE, AFTER, MICROBATCHES, ROWS = 3, 10, 4, 16
-# As between grids without any checkpoint in between (test_pipelined).
-CURVE_TOLERANCE = 2e-6
-
 GPT = dataclasses.replace(grids.GPT, layers=2, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
 RATE = optax.linear_schedule(3e-3, 1e-3, BEFORE + AFTER)  # with a count of its own in the optimizer's state
 FIXED = PipelineConfig(policy="1f1b")
@@ -53,30 +48,20 @@ GRIDS = {
     "pipe 2 zero offload": {"pipe": 2, "data": 2, "zero": 1, "offload": "optimizer", "bucket": 1000},
 }
 SAVED_ON = ("z 2 x 2", "pipe 2", "pipe 2 zero offload")
-FAST = {
-    ("z 2 x 2", "zero offload"),
-}
+FAST = ("z 2 x 2", "zero offload")
 AXES = [field.name for field in dataclasses.fields(GridShape)]
 
 
 def trainer(axes, *, shape=GPT, seed=0, optimizer=None):
     options = {key: value for key, value in axes.items() if key not in AXES}
     axes = {key: value for key, value in axes.items() if key in AXES}
-    return make_trainer(
-        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(seed)),
-        optimizer or optax.adamw(RATE),
-        grids.lay(GridShape(**axes)),
-        microbatches=MICROBATCHES,
-        clip=0.5,
-        seed=5,
-        pipeline=FIXED,
-        **options,
-    )
+    options = {"microbatches": MICROBATCHES, "clip": 0.5, "seed": 5, "pipeline": FIXED, **options}
+    model = lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(seed))  # noqa: E731
+    return make_trainer(model, optimizer or optax.adamw(RATE), GridShape(**axes), **options)
 
 
 def steps(trained, first, count):
-    batches = np.random.default_rng(0).integers(0, GPT.vocab, (4, ROWS, GPT.seq_len + 1), dtype=np.int32)
-    return [float(trained.step(batches[step % 4])["loss"]) for step in range(first, first + count)]
+    return losses(trained, again(ids(GPT.vocab, 4, ROWS, GPT.seq_len + 1), first + count)[first:])
 
 
 @pytest.fixture(scope="module")
@@ -89,42 +74,39 @@ def saved(tmp_path_factory):
         trained = trainer(GRIDS[name])
         steps(trained, 0, BEFORE)
         trained.save(path, BEFORE)
-        before = {name: np.asarray(value) for name, value in trained.engine.params.items()}
-        losses = steps(trained, BEFORE, AFTER)
+        before = params(trained)
+        after = steps(trained, BEFORE, AFTER)
         trained.close()
-        return path / f"step_{BEFORE:08d}", before, losses
+        return path / f"step_{BEFORE:08d}", before, after
 
     return of
 
 
-def cases():
-    for source in SAVED_ON:
-        for target in GRIDS:
-            marks = [] if (source, target) in FAST else [pytest.mark.slow]
-            yield pytest.param(source, target, marks=marks, id=f"{source} to {target}")
-
-
-@pytest.mark.parametrize(("source", "target"), [*cases()])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(*way, marks=[pytest.mark.slow] * (way != FAST), id=" to ".join(way))
+        for way in itertools.product(SAVED_ON, GRIDS)
+    ],
+)
 def test_any_grid_goes_on_from_any_other(source, target, saved):
-    path, before, losses = saved(source)
+    path, before, want = saved(source)
     resumed = trainer(GRIDS[target])
     assert resumed.load(path) == BEFORE == resumed.engine.steps_done
-    for name, value in resumed.engine.params.items():
-        np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
+    same(resumed.engine.params, before)
     state = joined(resumed.engine.state())
     (count,) = {int(value) for name, value in state.items() if name.endswith("count")}
     assert count == BEFORE
     found = Checkpoint(path, read(path))
     one = NamedSharding(grids.lay(GridShape()).mesh, P())
     stored = load(found, {n: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=one) for n, v in state.items()})
-    for name, value in state.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(stored[name]), err_msg=name)
+    same(stored, state)
     after = steps(resumed, BEFORE, AFTER)
     resumed.close()
     if source == target:
-        assert after == losses
+        assert after == want
     else:
-        np.testing.assert_allclose(after, losses, rtol=CURVE_TOLERANCE)
+        np.testing.assert_allclose(after, want, rtol=grids.CURVE_TOLERANCE)
 
 
 def test_the_weights_alone_start_another_run(saved):
@@ -132,8 +114,7 @@ def test_the_weights_alone_start_another_run(saved):
     other = trainer({"y": 2}, optimizer=optax.sgd(1e-2, momentum=0.9), seed=1)
     other.load(path, weights_only=True)
     assert other.engine.steps_done == 0
-    for name, value in other.engine.params.items():
-        np.testing.assert_array_equal(np.asarray(value), before[name])
+    same(other.engine.params, before)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(other.engine.opt_state))
     abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for n, p in other.engine.params.items()}
     read_alone = load_weights(named_checkpoint(path.parent, LocalSync(), pytest.fail, "checkpoint"), abstract)

@@ -1,6 +1,5 @@
 """Scanned layers compute what unrolled ones do, under the same names, in a program that does not grow with depth."""
 
-import functools
 from dataclasses import replace
 
 import grids
@@ -11,20 +10,16 @@ import optax
 import pytest
 from compiled.compile_time import Setting, compile_cost
 from flax import nnx
-from trainers import make_trainer
+from trainers import again, ids, losses, make_trainer
 
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.snapshot import snapshot
 from axonn_jax.errors import UserError
-from axonn_jax.models import stacked
-from axonn_jax.models.sequential import SequenceModel
+from axonn_jax.models import SequenceModel, Transformer, stacked
 from axonn_jax.models.stacked import stack_layers
-from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines import base
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
-
-CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 
 ALL = grids.GridShape(1, 1, 2, 2, 2)
 SMALL = replace(grids.GPT, layers=3, seq_len=8)
@@ -40,14 +35,13 @@ def train(scan_layers, axes, optimizer=None, *, steps, **options):
     optimizer = optimizer or optax.adamw(3e-3, weight_decay=0.1, mask=decayed)
     model = grids.model_on(SMALL, grid)
     trainer = make_trainer(model, optimizer, grid, clip=0.5, scan_layers=scan_layers, **options)
-    batches = np.random.default_rng(0).integers(0, SMALL.vocab, (4, 8, SMALL.seq_len + 1))
-    return trainer, [float(trainer.step(batches[step % 4])["loss"]) for step in range(steps)]
+    return trainer, losses(trainer, again(ids(SMALL.vocab, 4, 8, SMALL.seq_len + 1), steps))
 
 
 def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers():
     plain, want = train("no", grids.GridShape(), steps=20)
     scanned, curve = train("yes", ALL, steps=20, microbatches=2)
-    np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
+    np.testing.assert_allclose(curve, want, rtol=grids.CURVE_TOLERANCE)
     assert curve[-1] < curve[0] - 0.2
     assert jax.tree.structure(scanned.engine.params) == jax.tree.structure(plain.engine.params)
     assert jax.tree.structure(scanned.engine.opt_state) == jax.tree.structure(plain.engine.opt_state)
@@ -61,31 +55,10 @@ def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers()
         assert value.sharding.is_equivalent_to(sharding, value.ndim), name
         moment = scanned.engine.opt_state[0].mu[name]
         assert moment.sharding.is_equivalent_to(sharding, value.ndim), name
-    assert scanned.engine.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (
-        SMALL.layers,
-        SMALL.hidden,
-        SMALL.ffn,
-    )
-    batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
-    assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=CURVE_TOLERANCE)
-
-
-@pytest.mark.slow  # test_cases goes from scanned layers to unrolled ones and back
-def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path):
-    axes = grids.GridShape(1, 1, 2)
-    scanned, _ = train("yes", axes, steps=2)
-    plain, _ = train("no", axes, steps=0)
-    other, _ = train("yes", axes, steps=1)
-    scanned.save(tmp_path, 2)
-    plain.load(tmp_path)
-    plain.save(tmp_path, 3)
-    other.load(tmp_path / "step_00000003")
-    for name, value in scanned.engine.params.items():
-        np.testing.assert_array_equal(value, other.engine.params[name], err_msg=name)
-    batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
-    losses = [[float(trainer.step(batch)["loss"]) for _ in range(3)] for trainer in (scanned, plain, other)]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=CURVE_TOLERANCE)
-    assert losses[2] == losses[0]
+    stacked_kernel = scanned.engine.train_state.model.weights["blocks.every.mlp.up.kernel"]
+    assert stacked_kernel.shape == (SMALL.layers, SMALL.hidden, SMALL.ffn)
+    batch = ids(SMALL.vocab, 8, SMALL.seq_len + 1, seed=1)
+    assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=grids.CURVE_TOLERANCE)
 
 
 @pytest.mark.parametrize("in_memory", ["of the host", pytest.param("of their own", marks=pytest.mark.slow)])
@@ -107,8 +80,7 @@ def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in
 
         return sample
 
-    make = functools.partial(Transformer, replace(SMALL, layers=8), rngs=nnx.Rngs(0))
-    trainer = make_trainer(make, optax.adamw(1e-3), grids.lay(grids.GridShape()), scan_layers="yes")
+    trainer = make_trainer(replace(SMALL, layers=8), optax.adamw(1e-3), grids.GridShape(), scan_layers="yes")
     trainer.step(np.zeros((2, 9), np.int32))
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.engine.train_state.model))
     monkeypatch.setattr(orbax, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
@@ -144,7 +116,7 @@ OPTIMIZERS = {
 def test_optimizers_that_look_at_dims_and_norms_see_a_layer_at_a_time(name):
     plain, want = train("no", grids.GridShape(), OPTIMIZERS[name], steps=5)
     scanned, curve = train("yes", grids.GridShape(x=2), OPTIMIZERS[name], steps=5)
-    np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
+    np.testing.assert_allclose(curve, want, rtol=grids.CURVE_TOLERANCE)
     assert jax.tree.structure(scanned.engine.opt_state) == jax.tree.structure(plain.engine.opt_state)
     shapes = [[leaf.shape for leaf in jax.tree.leaves(trainer.engine.opt_state)] for trainer in (scanned, plain)]
     assert shapes[0] == shapes[1]
@@ -185,10 +157,9 @@ def test_auto_scans_many_layers_and_recomputed_ones_that_the_package_does_not_or
 
 
 def test_what_cannot_be_scanned_is_refused_by_name():
-    grid = grids.lay(grids.GridShape())
     layers = SequenceModel([nnx.Embed(8, 4, rngs=nnx.Rngs(0))], lambda x, t: x[..., 0])
     with pytest.raises(UserError, match="SequenceModel"):
-        make_trainer(layers, optax.sgd(0.1), grid, scan_layers="yes")
+        make_trainer(layers, optax.sgd(0.1), grids.GridShape(), scan_layers="yes")
     alternate = replace(SMALL, window=4, window_period=2)
     for shape, layers, least in ((SMALL, 1, "2$"), (alternate, 2, "4, a multiple of 2,"), (alternate, 5, "4, a mul")):
         size = replace(shape, layers=layers)
@@ -199,9 +170,8 @@ def test_what_cannot_be_scanned_is_refused_by_name():
     unlike.blocks[2].dropout = 0.5
     with pytest.raises(UserError, match=r"blocks.0 and blocks.2"):
         stack_layers(unlike, split_module(unlike))
-    piped, model = grids.lay(grids.GridShape(2)), Transformer(SMALL, rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="scan_layers"):
-        make_trainer(model, optax.sgd(0.1), piped, microbatches=2, scan_layers="yes")
+        make_trainer(SMALL, optax.sgd(0.1), grids.GridShape(2), microbatches=2, scan_layers="yes")
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axonn_jax.backend.compiler_options import known_options, step_options
-from axonn_jax.models.presets import preset
-from axonn_jax.models.transformer import Transformer
+from axonn_jax.models import Transformer, preset
 from axonn_jax.tensor.overlap.op_cost import axes_of, is_collective
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import exposed

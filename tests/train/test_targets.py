@@ -10,11 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainers import make_trainer
+from trainers import make_trainer, params, same, transformer
 
 import axonn_jax as ax
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax import GridShape, UserError
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.packed import pack
 from axonn_jax.tensor.params import split_module
@@ -53,20 +52,16 @@ def plain():
 @pytest.mark.parametrize("axes", [GridShape(1, 2, 1, 2), GridShape(2, 2)], ids=str)
 def test_ids_below_zero_are_no_targets(axes):
     want, grads, norm = plain()
-    grid = grids.lay(axes)
-    trainer = make_trainer(
-        lambda: ax.models.Transformer(SHAPE, rngs=nnx.Rngs(0)), optax.trace(0.0), grid, microbatches=4, precision="fp32"
-    )
+    trainer = make_trainer(SHAPE, optax.trace(0.0), axes, microbatches=4, precision="fp32")
     rows = batch(SHAPE.vocab)
     assert trainer.evaluate([rows] * 2) == pytest.approx(want, rel=grids.SCALAR_TOLERANCE)
     beyond = rows.copy()
     beyond[6, 2] = SHAPE.vocab
     assert np.isnan(trainer.evaluate([beyond]))
-    before = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    before = params(trainer)
     skipped = trainer.engine.step(np.where(np.arange(17) > 0, -1, rows))  # as where other processes have targets
     assert int(skipped["skipped"]) == 1
-    for name, value in trainer.engine.params.items():
-        np.testing.assert_array_equal(value, before[name])
+    same(trainer.engine.params, before)
     metrics = trainer.step(rows)
     assert float(metrics["loss"]) == pytest.approx(want, rel=grids.SCALAR_TOLERANCE)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=grids.SCALAR_TOLERANCE)
@@ -90,11 +85,8 @@ def test_experts_see_what_they_see_of_the_same_documents_in_packed_rows():
         (GridShape(expert=2, y=2), rows, {}),
         (GridShape(2, 2), rows, {}),
     ):
-
-        def model(options=options):
-            return ax.models.Transformer(EXPERTS, rngs=nnx.Rngs(0), moe=moe, **options)
-
-        trainer = make_trainer(model, optax.sgd(0.1), grids.lay(grid), microbatches=4, precision="fp32")
+        model = transformer(EXPERTS, moe=moe, **options)
+        trainer = make_trainer(model, optax.sgd(0.1), grid, microbatches=4, precision="fp32")
         results.append({name: float(value) for name, value in trainer.step(words).items()})
         trainer.close()
     assert results[1] == pytest.approx(results[0], rel=2e-6)

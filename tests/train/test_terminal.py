@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launched import AXONN, CONFIG, OnTerminal, command, environment, finished
+from launched import AXONN, OnTerminal, command, environment, succeeded, write_config
 
 from axonn_jax.terminal import printable
 from axonn_jax.train.metrics import read_metrics
@@ -40,9 +40,7 @@ pytestmark = pytest.mark.usefixtures("hangup")
 
 @pytest.fixture
 def config(prepared, tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text(CONFIG.format(data=prepared, layers=1) + "\n[checkpoint]\nevery = 0\n")
-    return path
+    return write_config(tmp_path / "c.toml", prepared, more="[checkpoint]\nevery = 0")
 
 
 def test_lines_into_a_closed_pipe():
@@ -108,8 +106,7 @@ def test_under_nohup_training_goes_on_to_its_end(config, tmp_path):
 @pytest.mark.parametrize("closed", ["2>/dev/full", "2>&-", ">&-", "<&- >&- 2>&-"])
 def test_training_without_a_standard_stream(closed, config, tmp_path):
     words = command(config, tmp_path / "run", train_steps=3)
-    done = finished(["sh", "-c", f'exec "$@" {closed}', "sh", *words])
-    assert done.returncode == 0
+    succeeded(["sh", "-c", f'exec "$@" {closed}', "sh", *words])
     assert (tmp_path / "run/checkpoints/step_00000003").exists()
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
