@@ -4,18 +4,25 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divisors
-from axonn_jax.models.config import MOST, ModelShape
+from axonn_jax.models.config import ModelShape
 from axonn_jax.schedule.partition import SegmentCost, partition
 from axonn_jax.timeline.spans import Span, steps_of
 from axonn_jax.timeline.trace import MOST_RANKS, read_trace, write_trace
 
 EVENT = {"ph": "X", "pid": 0, "tid": 0, "name": "F0.0", "cat": "forward", "ts": 0.0, "dur": 1.0, "args": {"step": 1}}
+HINTS = get_type_hints(ModelShape, include_extras=True)
+MOST = {
+    field: hint.__metadata__[0].high
+    for field, hint in HINTS.items()
+    if get_origin(hint) is Annotated and "at least" in hint.__metadata__[0].accepted and hint.__origin__ is int
+}
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab": 64, "seq_len": 64}
 
 

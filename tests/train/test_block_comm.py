@@ -16,8 +16,7 @@ from axonn_jax.models import preset
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.ops.costs import StepPolicy
-from axonn_jax.planner.communication import predict
-from axonn_jax.planner.communication import StepSpec
+from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.train.engines.step import compile_abstract
 from axonn_jax.train.validate import check_settings
 
