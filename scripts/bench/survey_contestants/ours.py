@@ -1,6 +1,7 @@
 """This package: its own transformer, and a model of plain Flax, in one process and on grids of two."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
@@ -41,6 +42,10 @@ def model_of(job: Job, grid: Any) -> tuple[Any, Any]:
 
     if job.workload.is_language:
         shape = job.workload.shape()
+        if job.choice.get("layouts"):
+            from surveying.slow import with_measured_layouts
+
+            return with_measured_layouts(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), job), None
         return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(job.data.seed), **balance(job)), None
     example = jnp.zeros((job.rows, 32, 32, 1))
     return ax.parallelize(models.model_of(job), grid, call=lambda model: model(example)), models.loss_of
@@ -57,7 +62,7 @@ def balance(job: Job) -> dict[str, Any]:
     """No loss that evens out experts' loads: not all contestants have the same one."""
     from axonn_jax.experts.shape import MoeConfig
 
-    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
+    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.sizes.get("experts") else {}
 
 
 def build(
@@ -67,12 +72,21 @@ def build(
     memory: dict[str, Any],
     microbatches: int = 0,
     pipeline: dict[str, Any] = {},  # noqa: B006
+    straggler: float = 0.0,
+    timeline: str = "",
 ) -> Runner:
-    """A step on a grid, in microbatches as large as all contestants' or in so many."""
+    """A step on a grid, in microbatches as large as all contestants' or in so many.
+
+    `straggler` are mean seconds that the last rank sleeps before a task, `timeline` is a folder for the last steps'.
+    """
     import jax
 
-    alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1))
+    alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1) * axes.get("expert", 1))
     trainer = train(job, axes, microbatches or alike, memory, pipeline)
+    if straggler:
+        from surveying.slow import slow_down
+
+        slow_down(trainer, job, straggler)
     if job.workload.is_language and "pipe" not in axes:
         check_weights(job, trainer.engine.params)
 
@@ -88,7 +102,11 @@ def build(
         leaves = jax.tree.leaves([store.model for store in trainer.engine.stores.values()])
         return sum(shard.data.nbytes for array in leaves for shard in array.addressable_shards)
 
-    return Runner(step, lambda batch: trainer.evaluate([mine(batch)]), state)
+    def finish() -> None:
+        if timeline:
+            trainer.engine.write_timeline(Path(timeline))
+
+    return Runner(step, lambda batch: trainer.evaluate([mine(batch)]), state, finish)
 
 
 def check_weights(job: Job, params: Any) -> None:

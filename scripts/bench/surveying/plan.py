@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from race import mpirun
 from surveying.workloads import Workload
-from workers import mpirun
 
 
 def planned(workload: Workload, folder: Path) -> dict[str, Any]:

@@ -29,13 +29,10 @@ def start(job: Job) -> None:
 def model_of(job: Job) -> nn.Module:
     """The workload's model with the first weights, whole in this process."""
     weights = dict(np.load(job.data.weights()))
-    if job.workload.name == "L1":
+    if job.workload.is_gpt:
         from torch_gpt import GPT, load
-        from workers import Task
 
-        model = GPT(Task())
-        load(model, str(job.data.weights()), Task())
-        return model
+        return load(GPT(job.workload.shape()), weights)
     if job.workload.name == "V1":
         from surveying.vgg_torch import VGG
 
@@ -55,8 +52,8 @@ def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
         "max_position_embeddings": shape.seq_len, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
     }  # fmt: skip
-    if job.workload.name == "M1":
-        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    if shape.experts:
+        experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
         config: Any = transformers.MixtralConfig(**sizes, **experts)
     else:
         config = transformers.LlamaConfig(**sizes)
@@ -69,7 +66,7 @@ def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
         value = named.get(name)
         if value is None:  # transformers holds all experts' matrices in one tensor, files hold them one by one
             parts = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
-            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(8)]
+            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(shape.experts)]
             value = np.stack([np.concatenate(one) for one in each])
         with torch.no_grad():
             param.copy_(torch.from_numpy(np.array(value)))
@@ -78,7 +75,7 @@ def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
 
 def loss_of(job: Job, model: nn.Module, rows: Any) -> torch.Tensor:
     """Mean loss of rows."""
-    if job.workload.name == "L1":
+    if job.workload.is_gpt:
         return model(rows)
     if job.workload.name == "V1":
         return F.cross_entropy(model(rows["image"]), rows["label"].long())

@@ -36,11 +36,18 @@ class Workload:
     """Fields of `ModelShape`; none of the image task."""
     highest: float = 3e-4
     """Highest learning rate."""
+    is_text: bool = True
+    """True if token ids are those of a text, not random."""
 
     @property
     def is_language(self) -> bool:
         """True if rows are token ids."""
         return bool(self.sizes)
+
+    @property
+    def is_gpt(self) -> bool:
+        """True if the model is a GPT; other language models are Llamas, some with experts."""
+        return self.is_language and "positions" not in self.sizes
 
     @property
     def seq_len(self) -> int:
@@ -81,6 +88,20 @@ WORKLOADS = {
 }
 
 
+BENCHES = {
+    name: Workload(name, title, 64, 16, sizes, is_text=False)
+    for name, title, sizes in (
+        ("T1", "GPT of about 7.4 million parameters, 16,384 tokens a step", _sizes(8, 256, 8, 1024)),
+        ("E0", "T1's FLOPs of two experts in a dense layer", _sizes(8, 256, 8, 1024, **_LLAMA)),
+        *(
+            (f"E{count}", f"T1 with {count} experts, 2 a token", _sizes(8, 256, 8, 512, **_LLAMA, experts=count))
+            for count in (4, 8, 32)
+        ),
+    )
+}
+"""Workloads of the benchmarks beside the survey."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Batches by number, from a folder that `prepare` filled."""
@@ -106,6 +127,8 @@ class Data:
             digits = np.load(self.folder / "digits.npz")
             chosen = draw.integers(0, len(digits[f"{split}_label"]), rows)
             return {"image": digits[f"{split}_image"][chosen], "label": digits[f"{split}_label"][chosen]}
+        if not self.workload.is_text:
+            return draw.integers(0, self.workload.sizes["vocab"], (rows, self.workload.seq_len + 1))
         tokens, length = np.load(self.folder / f"{split}.npy", mmap_mode="r"), self.workload.seq_len + 1
         starts = draw.integers(0, len(tokens) - length, rows)
         return np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)

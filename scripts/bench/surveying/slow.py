@@ -1,0 +1,44 @@
+"""Changes of this package's contestant for two benchmarks: a rank that sleeps, and matmuls in measured layouts."""
+
+import time
+from typing import Any
+
+import numpy as np
+from surveying.contestant import Job
+
+
+def slow_down(trainer: Any, job: Job, mean: float) -> None:
+    """Makes the last rank sleep before every task, for times as others' use of a machine gives them: mostly short.
+
+    A whole backward, which is twice the work of a forward or of half a backward, sleeps twice as long on average. Every
+    rank calls it: the pipeline that is set up for it is set up by all.
+    """
+    from axonn_jax.schedule.tasks import Kind
+
+    pipe, _ = trainer.engine._prepare(job.data.batch(0, job.rows))
+    if job.rank < job.world - 1:
+        return
+    (rank,) = pipe.ranks.values()
+    start, sleeps = rank.start, np.random.default_rng(1)
+
+    def late(*tasks: Any, train: bool = True) -> object:
+        work = sum(2 if task.kind is Kind.BACKWARD else 1 for task in tasks)
+        time.sleep(mean * work * sleeps.pareto(1.5) * 0.5)  # Pareto's mean is 2 here, with a heavy tail
+        return start(*tasks, train=train)
+
+    rank.start = late
+
+
+def with_measured_layouts(model: Any, job: Job) -> Any:
+    """The model as a run with tensor.matmul_layouts = "measure" has it."""
+    import jax
+
+    from axonn_jax.grid import GridShape
+    from axonn_jax.tensor.linear import with_layouts
+    from axonn_jax.tensor.matmul import MatmulLayouts
+    from axonn_jax.train.matmul_layouts import local_products, measure
+
+    tokens = job.workload.rows // job.workload.microbatches * job.workload.seq_len
+    products = local_products(job.workload.shape(), GridShape(), tokens, "float32")
+    found = measure(products, jax.local_devices()[0])
+    return with_layouts(model, MatmulLayouts.of_forms({each.product: each.best for each in found}))
