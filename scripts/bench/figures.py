@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "mpi4py",
 def flags(doc: str, *given: str, **defaults: Any) -> argparse.Namespace:
     """Parses the command line: words, a flag for each default, and `--json`; the script's text is the help.
 
-    A default of False makes a switch, a tuple a flag with several values; a type stands for a value that has no default.
+    A default of False makes a switch, a tuple a flag with several values; a type stands for a value without a default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in given:

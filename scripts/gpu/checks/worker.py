@@ -69,11 +69,3 @@ def _cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except Exception:
         return None
-
-
-def need_gpu() -> None:
-    """Raises `Skip` where jax's device is no GPU."""
-    import jax
-
-    if jax.default_backend() != "gpu":
-        raise Skip("no GPU")
