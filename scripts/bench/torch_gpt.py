@@ -22,45 +22,59 @@ def linear(shape: ModelShape, inputs: int, outputs: int, std: float) -> nn.Linea
 
 
 class Block(nn.Module):
-    """Pre-norm block as in GPT-2."""
+    """Pre-norm block as in GPT-2; queries, keys and values in layers `apart` can be split by columns."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, apart: bool):
         super().__init__()
-        h, std, self.heads = shape.hidden, shape.init_std, shape.heads
+        h, std, self.width, self.apart = shape.hidden, shape.init_std, shape.head_dim, apart
         self.attention_norm, self.mlp_norm = (nn.LayerNorm(h, eps=shape.norm_eps) for _ in range(2))
-        self.qkv, self.up = linear(shape, h, 3 * h, std), linear(shape, h, shape.ffn, std)
+        if apart:
+            self.query, self.key, self.value = (linear(shape, h, h, std) for _ in range(3))
+        else:
+            self.qkv = linear(shape, h, 3 * h, std)
+        self.up = linear(shape, h, shape.ffn, std)
         out_std = std / (2 * shape.layers) ** 0.5
         self.out, self.down = linear(shape, h, h, out_std), linear(shape, shape.ffn, h, out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] -> same."""
-        batch, seq, h = x.shape
-        q, k, v = (
-            a.view(batch, seq, self.heads, -1).transpose(1, 2) for a in self.qkv(self.attention_norm(x)).split(h, 2)
-        )
+        h = self.attention_norm(x)
+        parts = (self.query(h), self.key(h), self.value(h)) if self.apart else self.qkv(h).chunk(3, 2)
+        q, k, v = (a.unflatten(-1, (-1, self.width)).transpose(1, 2) for a in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, h))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    """GPT with learned positions and tied embeddings; the residual stream is of a dtype, blocks may be recomputed."""
+    """GPT with learned positions and tied embeddings; the residual stream is of a dtype, blocks may be recomputed.
 
-    def __init__(self, shape: ModelShape, *, recompute: bool = False, stream: torch.dtype = torch.float32):
+    With layers `apart` the head is a layer too, whose weight is to be tied to the table's.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        recompute: bool = False,
+        stream: torch.dtype = torch.float32,
+        apart: bool = False,
+    ):
         super().__init__()
         self.table, self.positions = (nn.Embedding(n, shape.hidden) for n in (shape.vocab, shape.seq_len))
         for table in (self.table, self.positions):
             nn.init.normal_(table.weight, std=shape.init_std)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, apart) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
         self.recompute, self.stream = recompute, stream
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False) if apart else None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean loss of [batch, seq + 1] token ids."""
         x = (self.table(tokens[:, :-1]) + self.positions.weight).to(self.stream)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits = F.linear(self.norm(x), self.table.weight)
+        logits = F.linear(self.norm(x), self.table.weight) if self.head is None else self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
@@ -92,13 +106,19 @@ _LEAVES = {"kernel": "weight", "table": "weight", "scale": "weight", "bias": "bi
 
 def load(model: GPT, weights: Mapping[str, Any]) -> GPT:
     """Takes over this package's weights, so that both train the same model; its QKV columns are ordered by head."""
-    heads, state = model.blocks[0].heads, {}
+    first, state = model.blocks[0], {}
     for name, value in weights.items():
         home, _, leaf = name.replace("attention.", "").replace("mlp.", "").rpartition(".")
-        a = np.asarray(value)
+        a, theirs = np.asarray(value), f"{'table' if home == 'embedding' else home}.{_LEAVES[leaf]}"
         if home.endswith("qkv"):
-            a = np.moveaxis(a.reshape(*a.shape[:-1], heads, 3, -1), -2, -3).reshape(a.shape)
-        theirs = f"{'table' if home == 'embedding' else home}.{_LEAVES[leaf]}"
-        state[theirs] = torch.tensor(a.T if leaf == "kernel" else a)
+            a = np.moveaxis(a.reshape(*a.shape[:-1], -1, 3, first.width), -2, -3).reshape(a.shape)
+        value = torch.tensor(a.T if leaf == "kernel" else a)
+        if home.endswith("qkv") and first.apart:
+            names = (theirs.replace("qkv", part) for part in ("query", "key", "value"))
+            state |= dict(zip(names, value.chunk(3), strict=True))
+        else:
+            state[theirs] = value
+    if model.head is not None:
+        state["head.weight"] = state["table.weight"]
     model.load_state_dict(state)  # strict: every weight has its place, and there is no other
     return model
