@@ -86,7 +86,7 @@ def test_names_sizes_and_circles_of_files_are_seen(tree):
     found = tree(
         **{
             "a": "from axonn_jax import b\nclass A: ...\n",
-            "b": "from typing import Literal\nclass A: ...\nX = Literal['p', 'q']\ndef f():\n    from axonn_jax import a\n",
+            "b": "class A: ...\nX = Literal['p', 'q']\ndef f():\n    from axonn_jax import a\n",
             "c": "Y = Literal['p', 'q']\n",
             "train/config": "class Config:\n    t: Table\nclass Table:\n    key: int = 0\n",
         }

@@ -108,10 +108,7 @@ def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, 
         raise ValueError(f"the loss of one repeated batch went from {losses[0]:.3f} to {losses[-1]:.3f}")
 
     return {
-        **rates(shape, config.microbatch * config.accumulate, config.activations, step_s, spec),
-        "activations": config.activations,
-        "microbatch": config.microbatch,
-        "accumulate": config.accumulate,
+        **rates(shape, config, step_s, spec),
         "init_s": ready - start,
         "compile_s": compile_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
