@@ -48,31 +48,24 @@ def cuda_plugin_installed() -> bool:
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
-def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
-    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
-
-    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
-    """
-    from jax.experimental import topologies
-
-    if not cuda_plugin_installed():
-        raise LookupError("jax's CUDA plugin is not installed")
-    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
-    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
-    return list(described.devices)
-
-
 def h100(devices: int) -> list[Any]:
-    """H100 GPUs in nodes of eight, to compile for.
+    """H100 GPUs in nodes of eight as XLA's target description has them, to compile for, not to run on.
+
+    Needs `ptxas`, but neither a GPU nor its driver.
 
     Raises:
         UserError: jax's CUDA plugin is not installed.
     """
-    target = (Path(__file__).parents[1] / "hlo" / "h100.txtpb").read_text()
-    try:
-        return described_gpus(-(-devices // 8), 8, target)[:devices]
-    except LookupError as error:
-        raise UserError("this environment", str(error), "the extra `aot`: pip install 'axonn_jax[aot]'") from None
+    from jax.experimental import topologies
+
+    if not cuda_plugin_installed():
+        accepted = "the extra `aot`: pip install 'axonn_jax[aot]'"
+        raise UserError("this environment", "without jax's CUDA plugin", accepted)
+    target, shape = (Path(__file__).parents[1] / "hlo" / "h100.txtpb").read_text(), f"1x{-(-devices // 8)}x8"
+    described = topologies.get_topology_desc(
+        "gpus", "cuda", target_config=target, topology=shape
+    )  # slices, hosts, GPUs
+    return list(described.devices)[:devices]
 
 
 def mesh_sizes(grid: GridShape) -> dict[str, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
-from surveying.workloads import BETAS, CLIP, DECAY
+from surveying.workloads import BETAS, DECAY
 
 ALL = ("L1", "L2", "V1", "M1")
 LANGUAGE = ("L1", "L2", "M1")
@@ -26,7 +26,7 @@ def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, A
         grid,
         loss=loss,
         microbatches=microbatches,
-        clip=CLIP,
+        clip=job.workload.clip,
         memory=ax.MemoryConfig(precision="fp32", **memory),
         pipeline=ax.PipelineConfig(**pipeline),
     )

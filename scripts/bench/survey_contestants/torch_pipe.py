@@ -100,7 +100,8 @@ def pipe(job: Job, *, schedule: str) -> Runner:
         loss = call(runs.step, batch)
         if twice:
             dist.all_reduce(table.grad)
-        clip()
+        if job.workload.clip:
+            clip()
         optimizer.step()
         return loss
 

@@ -169,7 +169,8 @@ def looped(
                 loss = loss_of(job, model, one) / len(rows)
                 loss.backward()
             total += whole(loss.detach()).item()
-        (clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)))()
+        if job.workload.clip:
+            (clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)))()
         optimizer.step()
         return mean_of(total, sharing)
 
