@@ -103,11 +103,6 @@ class Comparison:
         """As `ratio`, over automatic partitioning at its very best."""
         return _over(self.explicit, self.moved)
 
-    @property
-    def least(self) -> float:
-        """Bytes of the better program."""
-        return float(min(map(_sum, (self.explicit, self.automatic))))
-
     def reason(self) -> str:
         """Where the explicit program sends more than automatic partitioning at its best, and which layers do."""
         more = {axes: _sum(self.explicit, axes) - _sum(self.moved, axes) for _, axes in self.explicit if axes}
