@@ -23,8 +23,6 @@ def test_json(tmp_path):
     assert result["ratios"]["2x4x1, even: 1f1b"] == 1.25
     assert min(result["ratios"].values()) >= 1.0
     assert len(result["ratios"]) == len(result["rows"]) == 2 * 6 * 7
-    assert len(result["verdicts"]) == 6
-    assert set(result["waiting_us"]) == {"8x512x1", "8x512x2"}
     assert {"versions", "device", "seeds"} <= set(result)
 
 
@@ -32,7 +30,6 @@ def test_table(tmp_path):
     done = run("--sizes", "3x4x1", "--seeds", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "message, fused" in done.stdout
-    assert "message-driven is faster than 1F1B by" in done.stdout
 
 
 def test_a_size_that_is_none_is_refused(tmp_path):
