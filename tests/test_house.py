@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # prints the figures and the names behind them.
 ALLOWED = {
     "lines": 47_288,
-    "lines of tests": 37_703,
-    "lines of scripts": 14_500,
+    "lines of tests": 37_777,
+    "lines of scripts": 14_241,
     "files": 320,
     "files in the root": 10,
     "folders over 12 files": 0,
