@@ -100,10 +100,14 @@ class Process:
             os.kill(pid, number)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, with the ranks that a launcher has started."""
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended by itself
-            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
         self._process.kill()
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
 
 
 class Entrant:
