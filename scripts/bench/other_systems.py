@@ -35,11 +35,6 @@ class Row:
     """Where a range is published: all of it, `published` being its nearest end, or the prediction if that is inside."""
 
     @property
-    def shown(self) -> str:
-        """What is published, as text."""
-        return self.span or f"{self.published:,.4g}"
-
-    @property
     def error(self) -> float:
         """Predicted over published, less one."""
         return self.predicted / self.published - 1
@@ -66,8 +61,6 @@ H100_ROWS = (
 # with ROCm 5.7 and FlashAttention-2 (October 2023); an MI250X has 1.058 times an MI250's peak.
 GCD_OF_A100 = 0.80 * 1.13 * 1.058 / 2
 ATTENTION_OF_GCD = 0.45  # `device.attention` of its fused kernels: an estimate, as those of the machine files
-# Megatron-LM on one V100: 39 TFLOP/s, 40 layers of hidden size 1,536, 8 sequences of 1,024 tokens (arXiv 1909.08053).
-V100_MODEL, V100_FLOPS = ModelShape(40, 1536, 16, 16, 6144, 51200, 1024), 39e12
 # Megatron-LM on A100 80 GB (Narayanan et al. 2021, table 1): layers, hidden, heads, tensor, pipe, GPUs, batch, TFLOP/s.
 MEGATRON_ROWS = (
     (24, 2304, 24, 1, 1, 32, 512, 137), (30, 3072, 32, 2, 1, 64, 512, 138), (36, 4096, 32, 4, 1, 128, 512, 142),
@@ -146,14 +139,6 @@ def megatron_run(machine: Machine, row: tuple[Any, ...]) -> float:
     return shape.step_flops(batch, recompute=True) / min(times) / gpus / 1e12
 
 
-def v100_run(machine: Machine) -> float:
-    """FLOP/s of Megatron-LM's single V100."""
-    one = CostModel(PlanRequest(V100_MODEL, machine, 8, "fp16", switches=NO_OVERLAP, attention="xla")).estimate(
-        Candidate(GridShape(), 1, "full")
-    )
-    return V100_MODEL.step_flops(8, recompute=True) / one.step_s
-
-
 def calibrate() -> dict[str, float]:
     """`matmul.sustained` by machine, from the calibrating rows alone."""
     a100 = solve(
@@ -170,11 +155,6 @@ def calibrate() -> dict[str, float]:
         "frontier": gcd,
         "summit": a100,
     }
-
-
-def calibrate_v100() -> float:
-    """What Megatron-LM's single V100 of 2019 would have given instead."""
-    return solve(lambda share: v100_run(sustained(load_machine("summit"), share)), V100_FLOPS)
 
 
 def others() -> list[Row]:

@@ -1,55 +1,38 @@
-"""scripts/bench/schedules and planning: small sizes, both outputs, bad input."""
+"""scripts/bench/schedules: small sizes, both outputs, bad input."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "schedules"
 
 
-def run(*arguments: str, cwd: Path, script: Path = SCRIPT) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
     )
 
 
-def test_json_and_picture(tmp_path):
-    done = run("--sizes", "2x4x1", "2x4x2", "--seeds", "2", "--json", "--png", "out.png", cwd=tmp_path)
+def test_json(tmp_path):
+    done = run("--sizes", "2x4x1", "2x4x2", "--seeds", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["ratios"]["2x4x1, even: message"] <= result["ratios"]["2x4x1, even: zero-bubble"]
     assert result["ratios"]["2x4x1, even: 1f1b"] == 1.25
     assert min(result["ratios"].values()) >= 1.0
     assert len(result["ratios"]) == len(result["rows"]) == 2 * 6 * 7
-    assert len(result["verdicts"]) == 6
-    assert set(result["waiting_us"]) == {"8x512x1", "8x512x2"}
     assert {"versions", "device", "seeds"} <= set(result)
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_table(tmp_path):
     done = run("--sizes", "3x4x1", "--seeds", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "message, fused" in done.stdout
-    assert "even: message-driven is faster than 1F1B by" in done.stdout
-    assert (tmp_path / "schedules.png").exists()
 
 
 def test_a_size_that_is_none_is_refused(tmp_path):
     done = run("--sizes", "3x0x1", cwd=tmp_path)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "'3x0x1' is not PIPExMICROBATCHESxVIRTUAL" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_time_that_planning_takes(tmp_path):
-    done = run("--rounds", "1", "--json", cwd=tmp_path, script=SCRIPT.with_name("planning"))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert {name.partition(",")[0] for name in result["seconds"]} == {"partition", "simulate", "plan"}
-    assert min(result["seconds"].values()) > 0
-    assert result["ratios"].keys() == {f"{name} / starting Python" for name in result["seconds"]}

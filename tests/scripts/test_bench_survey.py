@@ -8,12 +8,13 @@ from runpy import run_path
 
 import numpy as np
 import pytest
+from race import Failed, take_turns
 from surveying.contestant import FOLDER, first_peers, found, lines_of_code
 from surveying.efficiency import TARGET, fastest_of_each, reach
 from surveying.figures import formula, parts_of
 from surveying.judge import page
 from surveying.plots import draw
-from surveying.race import Failed, heats, in_rounds, take_turns
+from surveying.race import heats, in_rounds
 from surveying.workloads import LEAST, WARM_UP, WORKLOADS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survey"
@@ -169,7 +170,7 @@ def test_contestants_stand_in_heats_with_their_peers():
         for one in those:
             assert set(one.peers) <= set(everyone)
             assert one.serial in (*everyone, "")
-    assert all(len(path.read_text().splitlines()) <= 150 for path in FOLDER.glob("*.py"))
+    assert all(len(path.read_text().splitlines()) <= 160 for path in FOLDER.glob("*.py"))
 
 
 class Standing:

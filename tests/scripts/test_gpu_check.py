@@ -259,23 +259,14 @@ def test_the_parity_programs_lower_for_cuda(kind):
 @pytest.mark.slow
 def test_pytorchs_model_is_the_same_model():
     torch = pytest.importorskip("torch")
-    from checks import torch_gpt
     from checks.parity import Subject
+    from torch_gpt import GPT, load
 
     ours = Subject("gpt", quick=True)
-    theirs = torch_gpt.make_model(ours.shape, checkpoint=True, residual="float32")
-    place = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
-    leaf = {"kernel": "weight", "table": "weight", "scale": "weight", "bias": "bias", "shift": "bias"}
-    weights = {}
-    for name, value in ours.weights.items():
-        for short, long in place.items():
-            name = name.replace(long + ".", short + ".")
-        path, _, last = name.rpartition(".")
-        weights[f"{path}.{leaf[last]}"] = torch.tensor(value.T if last == "kernel" else value)
-    theirs.load_state_dict(weights)  # strict: every weight has its place, and there is no other
+    theirs = load(GPT(ours.shape, recompute=True), ours.weights)
     for batch in ours.tokens:
         tokens = torch.tensor(batch.astype(np.int64))
-        (theirs(tokens[:, :-1], tokens[:, 1:]) / len(ours.tokens)).backward()
+        (theirs(tokens) / len(ours.tokens)).backward()
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters()]))
     assert norm == pytest.approx(ours.reference.norm, rel=1e-5)
 

@@ -6,6 +6,7 @@ from textwrap import fill
 from typing import Any
 
 from any_flax.sources import NEEDED, SOURCES
+from figures import markdown
 
 _MEANING = """Each model runs as its authors wrote it, in a small size, in float32 on virtual CPU devices: plain on one
 device, and once a grid through `ax.parallelize` or `ax.parallelize_linen`. Four figures a grid:
@@ -29,7 +30,7 @@ def page(figures: Mapping[str, Any]) -> str:
     for title, linen in (("NNX", False), ("Linen", True)):
         cells = [_cells(name, row, grids) for name, row in rows.items() if row["linen"] == linen]
         if cells:
-            lines += [f"## {len(cells)} {title} models", "", *_markdown(heads, cells), ""]
+            lines += [f"## {len(cells)} {title} models", "", *markdown(heads, cells), ""]
     lines += ["## Again", "", "```sh", *_commands(rows), figures["command"], "```", "", _versions(figures), ""]
     return "\n".join(lines)
 
@@ -49,10 +50,6 @@ def _summary(rows: Iterable[Mapping[str, Any]]) -> str:
         "layers' bytes are within 5 % of it.",
         120,
     )
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["|" + "|".join(cells) + "|" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def _cells(name: str, row: Mapping[str, Any], grids: Sequence[str]) -> list[str]:

@@ -1,24 +1,17 @@
-"""Command line, devices, versions and the small model of benchmarks that compile steps."""
+"""Devices, texts and the small model of benchmarks that compile steps."""
 
 import importlib.util
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from axonn_jax.cli.main import report
-from axonn_jax.cli_args import parse
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
     import jax
 
-T = TypeVar("T")
 Constraints = Literal["layers", "blocks", "none"]
 """Where automatic partitioning is told layouts: behind every linear layer and block, behind blocks only, or nowhere."""
 
@@ -26,17 +19,6 @@ SMALL = ModelShape(layers=12, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4
 """What steps are run of, where large models are only compiled."""
 SMALL_ROWS = 4
 """Sequences of a step that is run."""
-
-
-def command(kind: type[T], run: Callable[[T], int]) -> NoReturn:
-    """Runs a benchmark with the flags of a dataclass and ends the process; an error is one line, as of `axonn-jax`."""
-    try:
-        status = run(parse(kind, sys.argv[1:], f"scripts/bench/{Path(sys.argv[0]).name}"))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        status = report(error)
-    sys.exit(status)
 
 
 def make_devices(count: int) -> None:
@@ -66,18 +48,24 @@ def cuda_plugin_installed() -> bool:
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
-def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
-    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
+def h100(devices: int) -> list[Any]:
+    """H100 GPUs in nodes of eight as XLA's target description has them, to compile for, not to run on.
 
-    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
+    Needs `ptxas`, but neither a GPU nor its driver.
+
+    Raises:
+        UserError: jax's CUDA plugin is not installed.
     """
     from jax.experimental import topologies
 
     if not cuda_plugin_installed():
-        raise LookupError("jax's CUDA plugin is not installed")
-    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
-    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
-    return list(described.devices)
+        accepted = "the extra `aot`: pip install 'axonn_jax[aot]'"
+        raise UserError("this environment", "without jax's CUDA plugin", accepted)
+    target, shape = (Path(__file__).parents[1] / "hlo" / "h100.txtpb").read_text(), f"1x{-(-devices // 8)}x8"
+    described = topologies.get_topology_desc(
+        "gpus", "cuda", target_config=target, topology=shape
+    )  # slices, hosts, GPUs
+    return list(described.devices)[:devices]
 
 
 def mesh_sizes(grid: GridShape) -> dict[str, int]:
@@ -105,14 +93,3 @@ def grid_of(grid: GridShape, devices: int | None) -> GridShape:
     if devices < 1 or devices % grid.devices:
         raise UserError("--devices", devices, f"a multiple of the grid's product, which is {grid.devices}")
     return replace(grid, data=grid.data * devices // grid.devices)
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """The versions of this package and of those of `packages` that are installed."""
-    installed = {"axonn_jax": __version__}
-    for name in packages:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed

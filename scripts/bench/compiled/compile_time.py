@@ -3,11 +3,13 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from compiled.common import temporary_bytes, text_of
 from hlo.program import parse
+from race import in_turns
 
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
@@ -117,19 +119,17 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
         trainers.append(Trainer(model, optax.adamw(1e-3), grid, **options))
     shape = settings[0].shape
     batch = np.random.default_rng(0).integers(0, shape.vocab, (settings[0].sequences, shape.seq_len + 1))
-    times: list[list[float]] = [[] for _ in settings]
-    for turn in range(rounds + 1):
-        losses = []
-        for trainer, seconds in zip(trainers, times, strict=True):
-            begin = time.perf_counter()
-            metrics = trainer.step(batch)
-            jax.block_until_ready(metrics)  # of the one program that also makes the parameters
-            if turn > 0:
-                seconds.append(time.perf_counter() - begin)
-            losses.append(float(metrics["loss"]))
-        if max(losses) - min(losses) > 1e-4 * abs(losses[0]):
-            raise RuntimeError(f"losses of step {turn + 1} differ: {losses}")
-    return times
+    losses: list[list[Any]] = [[] for _ in settings]
+
+    def step(number: int) -> Any:
+        losses[number].append(trainers[number].step(batch)["loss"])
+        return losses[number][-1]  # of the one program that also makes the parameters
+
+    times = in_turns({str(n): partial(step, n) for n in range(len(settings))}, rounds, warm_up=1)
+    for number, found in enumerate(zip(*losses, strict=True), start=1):
+        if float(max(found)) - float(min(found)) > 1e-4 * abs(float(found[0])):
+            raise RuntimeError(f"losses of step {number} differ: {found}")
+    return list(times.values())
 
 
 def _step(setting: Setting) -> Any:

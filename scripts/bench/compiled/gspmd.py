@@ -1,15 +1,16 @@
 """One model on one mesh, twice: the package's explicit program beside automatic partitioning."""
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
 from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
+from race import in_turns
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
@@ -98,11 +99,6 @@ class Comparison:
     def ratio_moved(self) -> float:
         """As `ratio`, over automatic partitioning at its very best."""
         return _over(self.explicit, self.moved)
-
-    @property
-    def least(self) -> float:
-        """Bytes of the better program."""
-        return float(min(map(_sum, (self.explicit, self.automatic))))
 
     def reason(self) -> str:
         """Where the explicit program sends more than automatic partitioning at its best, and which layers do."""
@@ -252,19 +248,17 @@ def compare_runs(
     states = [_start(step) for step in steps]
     metrics: list[Any] = [None, None]
 
-    def run(which: int) -> float:
-        begin = time.perf_counter()
-        state, metrics[which] = programs[which](states[which], batch, None)
-        states[which] = jax.block_until_ready(state)
-        return time.perf_counter() - begin
+    def run(which: int) -> Any:
+        states[which], metrics[which] = programs[which](states[which], batch, None)
+        return states[which]
 
     run(0), run(1)
     _check_same(states, metrics)
-    times = [(run(0), run(1)) for _ in range(rounds)]
+    times = in_turns({"explicit": partial(run, 0), "automatic": partial(run, 1)}, rounds, warm_up=0)
     counted = _comparison(work, *(_count(program, work) for program in programs))
-    if not times:
+    if not rounds:
         return counted
-    explicit, automatic = zip(*times, strict=True)
+    explicit, automatic = map(tuple, times.values())
     medians = statistics.median(explicit), statistics.median(automatic)
     return replace(counted, step_s=medians, rounds_s=(explicit, automatic))
 

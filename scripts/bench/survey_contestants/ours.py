@@ -1,10 +1,11 @@
 """This package: its own transformer, and a model of plain Flax, in one process and on grids of two."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
-from surveying.workloads import BETAS, CLIP, DECAY
+from surveying.workloads import BETAS, DECAY
 
 ALL = ("L1", "L2", "V1", "M1")
 LANGUAGE = ("L1", "L2", "M1")
@@ -25,7 +26,7 @@ def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, A
         grid,
         loss=loss,
         microbatches=microbatches,
-        clip=CLIP,
+        clip=job.workload.clip,
         memory=ax.MemoryConfig(precision="fp32", **memory),
         pipeline=ax.PipelineConfig(**pipeline),
     )
@@ -57,7 +58,7 @@ def balance(job: Job) -> dict[str, Any]:
     """No loss that evens out experts' loads: not all contestants have the same one."""
     from axonn_jax.experts.shape import MoeConfig
 
-    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
+    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.sizes.get("experts") else {}
 
 
 def build(
@@ -67,12 +68,21 @@ def build(
     memory: dict[str, Any],
     microbatches: int = 0,
     pipeline: dict[str, Any] = {},  # noqa: B006
+    straggler: float = 0.0,
+    timeline: str = "",
 ) -> Runner:
-    """A step on a grid, in microbatches as large as all contestants' or in so many."""
+    """A step on a grid, in microbatches as large as all contestants' or in so many.
+
+    `straggler` are mean seconds that the last rank sleeps before a task, `timeline` is a folder for the last steps'.
+    """
     import jax
 
-    alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1))
+    alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1) * axes.get("expert", 1))
     trainer = train(job, axes, microbatches or alike, memory, pipeline)
+    if straggler:
+        from surveying.slow import slow_down
+
+        slow_down(trainer, job, straggler)
     if job.workload.is_language and "pipe" not in axes:
         check_weights(job, trainer.engine.params)
 
@@ -88,7 +98,11 @@ def build(
         leaves = jax.tree.leaves([store.model for store in trainer.engine.stores.values()])
         return sum(shard.data.nbytes for array in leaves for shard in array.addressable_shards)
 
-    return Runner(step, lambda batch: trainer.evaluate([mine(batch)]), state)
+    def finish() -> None:
+        if timeline:
+            trainer.engine.write_timeline(Path(timeline))
+
+    return Runner(step, lambda batch: trainer.evaluate([mine(batch)]), state, finish)
 
 
 def check_weights(job: Job, params: Any) -> None:

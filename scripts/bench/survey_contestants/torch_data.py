@@ -11,12 +11,14 @@ DOCS = "https://docs.pytorch.org/docs/2.13/"
 TUTORIALS = "https://docs.pytorch.org/tutorials/"
 
 
-def serial(job: Job, *, compiled: bool = False) -> Runner:
-    """One process, eager or by `torch.compile`."""
+def serial(job: Job, *, compiled: bool = False, experts: str = "") -> Runner:
+    """One process, eager or by `torch.compile`; experts by one of transformers' implementations."""
     from surveying import torch_side as side
 
     side.start(job)
-    model = side.model_of(job)
+    model: Any = side.model_of(job)
+    if experts:
+        model.set_experts_implementation(experts)
     if compiled:
         import torch
 

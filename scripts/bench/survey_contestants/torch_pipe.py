@@ -1,4 +1,4 @@
-"""PyTorch's pipelines: 1F1B, interleaved 1F1B and the zero-bubble V schedule of torch.distributed.pipelining."""
+"""PyTorch's pipelines: 1F1B, interleaved 1F1B and the zero-bubble schedules of torch.distributed.pipelining."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,35 @@ from surveying.contestant import Contestant, Job, Runner
 
 DOCS = "https://docs.pytorch.org/docs/2.13/distributed.pipelining.html"
 ON_RANK_0 = 5
-"""Blocks of 8 on rank 0: the head is worth more than a block (`scripts/bench/pipeline`)."""
+"""Blocks of 8 on rank 0: the head is worth more than a block; 4 was slower (`scripts/bench/pipeline`)."""
+SINGLE = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
+"""Schedules of one stage a rank."""
+MULTI = {
+    "interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zero-bubble-v": "ScheduleZBVZeroBubble",
+}  # fmt: skip
+"""Schedules that take a list of stages."""
+STAGES_PER_RANK = {"interleaved": 2, "zero-bubble-v": 2}
+
+
+def share(count: int, parts: int) -> list[int]:
+    """As even a division as there is, the larger parts first."""
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+def place(schedule: str, layers: int, world: int) -> list[tuple[int, int, int]]:
+    """Of every stage in order: its rank and its blocks' begin and end."""
+    per_rank = STAGES_PER_RANK.get(schedule, 1)
+    ranks = list(range(world)) * per_rank
+    if schedule == "zero-bubble-v":
+        ranks[world:] = reversed(range(world))
+    counts = [share(n, per_rank) for n in (ON_RANK_0, *share(layers - ON_RANK_0, world - 1))]
+    stages, begin = [], 0
+    for rank in ranks:
+        end = begin + counts[rank].pop(0)
+        stages.append((rank, begin, end))
+        begin = end
+    return stages
 
 
 def pipe(job: Job, *, schedule: str) -> Runner:
@@ -19,11 +47,11 @@ def pipe(job: Job, *, schedule: str) -> Runner:
     from surveying.workloads import CLIP
     from torch import nn
     from torch.distributed import pipelining
-    from worker_torch_pipeline import MULTI, SINGLE, Stage, place
+    from torch_gpt import Stage
 
     side.start(job)
     model: Any = side.model_of(job)
-    placed = place(schedule, len(model.blocks), job.world, ON_RANK_0)
+    placed = place(schedule, len(model.blocks), job.world)
     stages = {i: Stage(model, begin, end) for i, (owner, begin, end) in enumerate(placed) if owner == job.rank}
     made = [pipelining.PipelineStage(part, i, len(placed), side.CPU) for i, part in stages.items()]
     last_rank, table = placed[-1][0], model.table.weight
@@ -36,8 +64,10 @@ def pipe(job: Job, *, schedule: str) -> Runner:
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()) / count
 
-    kind, given = (SINGLE[schedule], made[0]) if schedule in SINGLE else (MULTI[schedule], made)
-    runs = kind(given, count, loss_of, scale_grads=False)
+    # The loss is scaled: that saves the pass over all gradients that `scale_grads` takes, and would take twice for a
+    # table that two stages of a rank share.
+    kind = getattr(pipelining, {**SINGLE, **MULTI}[schedule])
+    runs = kind(made[0] if schedule in SINGLE else made, count, loss_of, scale_grads=False)
 
     def clip() -> None:
         norms = [one.grad.square().sum() for one in parameters if not (twice and has_last and one is table)]
@@ -70,7 +100,8 @@ def pipe(job: Job, *, schedule: str) -> Runner:
         loss = call(runs.step, batch)
         if twice:
             dist.all_reduce(table.grad)
-        clip()
+        if job.workload.clip:
+            clip()
         optimizer.step()
         return loss
 
@@ -84,12 +115,9 @@ def pipe(job: Job, *, schedule: str) -> Runner:
     return Runner(step, evaluate, lambda: side.state_bytes(mine, optimizer))
 
 
-def _made(name: str, schedule: str) -> Contestant:
-    return Contestant(name, "torch", partial(pipe, schedule=schedule), DOCS, ("L1",), (pipe,), serial="torch-serial")
-
-
-CONTESTANTS = (
-    _made("torch-pp-1f1b", "1f1b"),
-    _made("torch-pp-interleaved", "interleaved"),
-    _made("torch-pp-zbv", "zero-bubble-v"),
-)
+CONTESTANTS = tuple(
+    Contestant(name, "torch", partial(pipe, schedule=schedule), DOCS, ("L1",), (pipe,), serial="torch-serial")
+    for name, schedule in (
+        ("torch-pp-1f1b", "1f1b"), ("torch-pp-interleaved", "interleaved"), ("torch-pp-zbv", "zero-bubble-v"),
+    )
+)  # fmt: skip

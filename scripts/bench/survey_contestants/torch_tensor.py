@@ -15,9 +15,8 @@ def tensor(job: Job) -> Runner:
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     side.start(job)
-    model: Any = side.model_of(job)
+    model: Any = side.model_of(job, apart=True)
     mesh = init_device_mesh("cpu", (2,))
-    model = split_gpt(model, job)
     parallelize_module(model, mesh, plan_of())
     model.head.weight = model.table.weight  # tied again: both are split over rows
     split, whole = divided(model)
@@ -61,56 +60,9 @@ def plan_of() -> dict[str, Any]:
     return {"table": rows, "head": last, **{f"blocks.*.{name}": style for name, style in block.items()}}
 
 
-def split_gpt(model: Any, job: Job) -> Any:
-    """The GPT with queries, keys and values in layers of their own: a fused one cannot be split by columns."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    width = job.workload.shape().head_dim
-
-    class Block(nn.Module):
-        def __init__(self, old: Any):
-            super().__init__()
-            self.attention_norm, self.mlp_norm = old.attention_norm, old.mlp_norm
-            self.out, self.up, self.down = old.out, old.up, old.down
-            weights, biases = old.qkv.weight.chunk(3), old.qkv.bias.chunk(3)
-            self.query, self.key, self.value = (self.linear(*pair) for pair in zip(weights, biases, strict=True))
-
-        @staticmethod
-        def linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
-            made = nn.Linear(weight.shape[1], weight.shape[0])
-            made.weight = nn.Parameter(weight.detach().clone())
-            made.bias = nn.Parameter(bias.detach().clone())
-            return made
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.attention_norm(x)
-            q, k, v = (f(h).unflatten(-1, (-1, width)).transpose(1, 2) for f in (self.query, self.key, self.value))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(attended.transpose(1, 2).flatten(2))
-            return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
-
-    class Split(nn.Module):
-        def __init__(self, old: Any):
-            super().__init__()
-            self.table, self.positions, self.norm = old.table, old.positions, old.norm
-            self.blocks = nn.ModuleList(Block(one) for one in old.blocks)
-            self.head = nn.Linear(old.table.weight.shape[1], old.table.weight.shape[0], bias=False)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.table(tokens[:, :-1]) + self.positions.weight
-            for block in self.blocks:
-                x = block(x)
-            logits = self.head(self.norm(x))
-            return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    return Split(model)
-
-
 CONTESTANTS = (
     Contestant(
         "torch-tp", "torch", tensor, "https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html", ("L1",),
-        (tensor, plan_of, split_gpt), serial="torch-serial", weights=1 / 2, moments=1 / 2,
+        (tensor, plan_of), serial="torch-serial", weights=1 / 2, moments=1 / 2,
     ),
 )  # fmt: skip

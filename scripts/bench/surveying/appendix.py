@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from surveying.figures import Figures, formula, markdown, parts_of, quartiles, seconds_of, timed
+from figures import markdown, quartiles
+from surveying.figures import Figures, formula, parts_of, seconds_of, timed
 
 
 def appendix(figures: Figures) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surveying.contestant import Contestant
+from surveying.contestant import Contestant, enter, write_weights
 from surveying.figures import Figures, fastest
-from surveying.race import Entrant, Say, write_weights
+from surveying.race import Say
 from surveying.workloads import Workload
 
 TARGET = 7.2
@@ -40,9 +40,9 @@ def race_to_target(
 
 def curve(one: Contestant, workload: Workload, folder: Path, seed: int, rows: int) -> list[Point]:
     """Held-out loss at intervals, until the target; seconds are those of the steps, without compilation."""
-    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": rows, "choice": {}}
+    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": rows}
     every = EVERY // (rows * workload.seq_len)
-    entrant = Entrant(one, spec)
+    entrant = enter(one, spec)
     try:
         points = [{"tokens": 0.0, "seconds": 0.0, "loss": entrant.ask("evaluate")[0]["loss"]}]
         while points[-1]["loss"] > TARGET and points[-1]["tokens"] < MOST_TOKENS:

@@ -7,19 +7,6 @@ from typing import Any
 Figures = Mapping[str, Any]
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
-    return ["|" + "|".join(cells) + "|" for cells in (heads, ["---"] * len(heads), *rows)]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) < 2:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def seconds_of(work: Figures, name: str, key: str = "seconds") -> float:
     """Median of a figure of a contestant's steps."""
     return float(statistics.median(step[key] for step in work["rows"][name]["steps"]))

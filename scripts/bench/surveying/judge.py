@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from figures import markdown, quartiles
 from surveying.appendix import appendix
 from surveying.efficiency import TARGET
-from surveying.figures import Figures, fastest, formula, markdown, parts_of, quartiles, seconds_of, timed
+from surveying.figures import Figures, fastest, formula, parts_of, seconds_of, timed
 from surveying.race import STARTING
 
 PLANNED = "ours-best"

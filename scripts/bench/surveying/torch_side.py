@@ -1,7 +1,7 @@
 """PyTorch's part of the survey: models with the file's weights, the loss, the rate, and a loop over microbatches."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,19 +26,14 @@ def start(job: Job) -> None:
         dist.init_process_group("gloo", rank=job.rank, world_size=job.world)
 
 
-def model_of(job: Job) -> nn.Module:
-    """The workload's model with the first weights, whole in this process."""
+def model_of(job: Job, *, apart: bool = False) -> nn.Module:
+    """The workload's model with the first weights, whole in this process; a GPT's layers `apart` to be split."""
     weights = dict(np.load(job.data.weights()))
-    if job.workload.name == "L1":
+    if job.workload.is_gpt:
         from torch_gpt import GPT, load
-        from workers import Task
 
-        model = GPT(Task())
-        load(model, str(job.data.weights()), Task())
-        return model
+        return load(GPT(job.workload.shape(), apart=apart), weights)
     if job.workload.name == "V1":
-        from surveying.vgg_torch import VGG
-
         return VGG(weights)
     return _of_transformers(job, weights)
 
@@ -55,8 +50,8 @@ def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
         "max_position_embeddings": shape.seq_len, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
     }  # fmt: skip
-    if job.workload.name == "M1":
-        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    if shape.experts:
+        experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
         config: Any = transformers.MixtralConfig(**sizes, **experts)
     else:
         config = transformers.LlamaConfig(**sizes)
@@ -69,16 +64,41 @@ def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
         value = named.get(name)
         if value is None:  # transformers holds all experts' matrices in one tensor, files hold them one by one
             parts = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
-            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(8)]
+            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(shape.experts)]
             value = np.stack([np.concatenate(one) for one in each])
         with torch.no_grad():
             param.copy_(torch.from_numpy(np.array(value)))
     return model
 
 
+class VGG(nn.Module):
+    """Eight convolutions in four groups with a pooling behind each, and two dense layers."""
+
+    def __init__(self, weights: Mapping[str, np.ndarray]):
+        super().__init__()
+        kernels = [weights[f"convolutions.{i}.kernel"] for i in range(8)]
+        self.convolutions = nn.ModuleList(nn.Conv2d(k.shape[2], k.shape[3], 3, padding=1) for k in kernels)
+        self.dense = nn.ModuleList([nn.Linear(256, 128), nn.Linear(128, 10)])
+        for group in ("convolutions", "dense"):
+            for i, layer in enumerate(getattr(self, group)):
+                kernel = torch.from_numpy(weights[f"{group}.{i}.kernel"])
+                with torch.no_grad():
+                    layer.weight.copy_(kernel.permute(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T)
+                    layer.bias.copy_(torch.from_numpy(weights[f"{group}.{i}.bias"]))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, 32, 32, 1] -> logits."""
+        x = images.permute(0, 3, 1, 2)
+        for number, convolution in enumerate(self.convolutions):
+            x = F.relu(convolution(x))
+            x = F.max_pool2d(x, 2) if number % 2 else x
+        x = x.permute(0, 2, 3, 1).flatten(1)  # features in the order of the Flax model
+        return self.dense[1](F.relu(self.dense[0](x)))
+
+
 def loss_of(job: Job, model: nn.Module, rows: Any) -> torch.Tensor:
     """Mean loss of rows."""
-    if job.workload.name == "L1":
+    if job.workload.is_gpt:
         return model(rows)
     if job.workload.name == "V1":
         return F.cross_entropy(model(rows["image"]), rows["label"].long())
@@ -149,7 +169,8 @@ def looped(
                 loss = loss_of(job, model, one) / len(rows)
                 loss.backward()
             total += whole(loss.detach()).item()
-        (clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)))()
+        if job.workload.clip:
+            (clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)))()
         optimizer.step()
         return mean_of(total, sharing)
 

@@ -36,11 +36,18 @@ class Workload:
     """Fields of `ModelShape`; none of the image task."""
     highest: float = 3e-4
     """Highest learning rate."""
+    plain: bool = False
+    """True of random tokens at a constant rate without clipping: the benchmarks beside the survey."""
 
     @property
     def is_language(self) -> bool:
         """True if rows are token ids."""
         return bool(self.sizes)
+
+    @property
+    def is_gpt(self) -> bool:
+        """True if the model is a GPT; other language models are Llamas, some with experts."""
+        return self.is_language and "positions" not in self.sizes
 
     @property
     def seq_len(self) -> int:
@@ -52,8 +59,15 @@ class Workload:
         """Word for the things that are counted."""
         return "tokens" if self.is_language else "images"
 
+    @property
+    def clip(self) -> float:
+        """Norm to which gradients are scaled down; 0: no clipping."""
+        return 0.0 if self.plain else CLIP
+
     def rate(self, step: Any, xp: Any = np) -> Any:
         """Learning rate of step 0, 1, ...: a linear warm-up, then a cosine down to a tenth."""
+        if self.plain:
+            return self.highest
         cosine = LEAST + (1 - LEAST) / 2 * (1 + xp.cos(math.pi * xp.minimum(step / LAST, 1.0)))
         return self.highest * xp.minimum((step + 1) / WARM_UP, cosine)
 
@@ -81,6 +95,20 @@ WORKLOADS = {
 }
 
 
+BENCHES = {
+    name: Workload(name, title, 64, 16, sizes, plain=True)
+    for name, title, sizes in (
+        ("T1", "GPT of about 7.4 million parameters, 16,384 tokens a step", _sizes(8, 256, 8, 1024)),
+        ("E0", "T1's FLOPs of two experts in a dense layer", _sizes(8, 256, 8, 1024, **_LLAMA)),
+        *(
+            (f"E{count}", f"T1 with {count} experts, 2 a token", _sizes(8, 256, 8, 512, **_LLAMA, experts=count))
+            for count in (4, 8, 32)
+        ),
+    )
+}
+"""Workloads of the benchmarks beside the survey."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Batches by number, from a folder that `prepare` filled."""
@@ -106,6 +134,8 @@ class Data:
             digits = np.load(self.folder / "digits.npz")
             chosen = draw.integers(0, len(digits[f"{split}_label"]), rows)
             return {"image": digits[f"{split}_image"][chosen], "label": digits[f"{split}_label"][chosen]}
+        if self.workload.plain:
+            return draw.integers(0, self.workload.sizes["vocab"], (rows, self.workload.seq_len + 1))
         tokens, length = np.load(self.folder / f"{split}.npy", mmap_mode="r"), self.workload.seq_len + 1
         starts = draw.integers(0, len(tokens) - length, rows)
         return np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)

@@ -12,7 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models import preset_names
 from checks import process
 from checks.report import SECTIONS, Row, header, write_json
-from checks.sizes import TrainConfig, offload_plan, offload_shape, to_spec, train_plan, train_shape
+from checks.sizes import TrainConfig, offload_plan, offload_shape, train_plan, train_shape
 from checks.summary import paste_lines
 
 _POLICIES = ("full", "none", "dots")
@@ -174,7 +174,7 @@ class Check:
         best = max((figures["flops_per_s"] for figures in self.figures("matmul")), default=None)
         shape = train_shape(self.given.preset, self.given.quick)
         common = {
-            "shape": to_spec(shape),
+            "shape": asdict(shape),
             "kind": device["kind"],
             "gpu": device["platform"] == "gpu",
             "ceiling": best,
@@ -223,7 +223,7 @@ class Check:
     def _offload(self, common: dict[str, Any]) -> None:
         """A process each, since the peak of device memory is a process's; then the ratio that matters."""
         ways = offload_plan(1 if self.given.quick else 2)
-        spec = {**common, "shape": to_spec(offload_shape(self.given.quick))}
+        spec = {**common, "shape": asdict(offload_shape(self.given.quick))}
         for group in [ways] if self.given.quick else [[way] for way in ways]:
             if self._time_for("offload"):
                 self.work("offload", ways=group, **spec)

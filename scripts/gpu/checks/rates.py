@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from axonn_jax.hardware import peak_flops
 from axonn_jax.models import ModelShape
+from checks.sizes import TrainConfig
 
 
 def mean_seconds(step: Callable[[], Any], wait: Callable[[], Any], steps: int) -> float:
@@ -25,8 +27,9 @@ def hardware_flops(shape: ModelShape, sequences: int, activations: str) -> int:
     return shape.step_flops(sequences, recompute=activations == "full") + again
 
 
-def rates(shape: ModelShape, sequences: int, activations: str, step_s: float, spec: dict[str, Any]) -> dict[str, Any]:
-    """Tokens a second and shares of the published peak and of the measured ceiling."""
+def rates(shape: ModelShape, config: TrainConfig, step_s: float, spec: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second and shares of the published peak and of the measured ceiling, of a row's configuration."""
+    sequences, activations = config.microbatch * config.accumulate, config.activations
     peak, ceiling = peak_flops(spec["kind"]), spec["ceiling"]
     model, hardware = shape.step_flops(sequences) / step_s, hardware_flops(shape, sequences, activations) / step_s
     return {
@@ -37,4 +40,5 @@ def rates(shape: ModelShape, sequences: int, activations: str, step_s: float, sp
         "mfu": None if peak is None else model / peak,
         "hfu": None if peak is None else hardware / peak,
         "of_ceiling": None if ceiling is None else hardware / ceiling,
+        **asdict(config),
     }

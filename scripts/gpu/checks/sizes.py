@@ -1,6 +1,6 @@
 """What each section runs at: full sizes for an 80 GB card, or tiny ones for a rehearsal. No jax."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from axonn_jax.models import ModelShape, preset
@@ -89,8 +89,3 @@ def offload_shape(quick: bool) -> ModelShape:
     if quick:
         return train_shape("gpt-1.3b", True)
     return preset("gpt-2.7b")
-
-
-def to_spec(shape: ModelShape) -> dict[str, Any]:
-    """A model's sizes as JSON."""
-    return asdict(shape)

@@ -29,64 +29,6 @@ def unsuitable(shape: ModelShape) -> str:
     return "" if gpt and shape.kv_heads == shape.heads else "written for GPT shapes only"
 
 
-def make_model(shape: ModelShape, checkpoint: bool, residual: str) -> Any:
-    """The model, with its residual stream in a dtype; called on (tokens, targets) it returns the mean loss."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-    from torch.utils.checkpoint import checkpoint as recompute
-
-    stream = getattr(torch, residual)
-
-    def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-        layer = nn.Linear(inputs, outputs, bias=shape.bias == "all")
-        nn.init.normal_(layer.weight, std=std)
-        if shape.bias == "all":
-            nn.init.zeros_(layer.bias)
-        return layer
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            hidden, std = shape.hidden, shape.init_std
-            out_std = std / (2 * shape.layers) ** 0.5
-            self.attention_norm = nn.LayerNorm(hidden, eps=shape.norm_eps)
-            self.qkv = linear(hidden, 3 * hidden, std)
-            self.out = linear(hidden, hidden, out_std)
-            self.mlp_norm = nn.LayerNorm(hidden, eps=shape.norm_eps)
-            self.up = linear(hidden, shape.ffn, std)
-            self.down = linear(shape.ffn, hidden, out_std)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            batch, seq, hidden = x.shape
-            # A head's query, key and value lie side by side, as in our fused projection.
-            qkv = self.qkv(self.attention_norm(x)).view(batch, seq, shape.heads, 3, shape.head_dim)
-            q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
-            return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-            self.positions = nn.Embedding(shape.seq_len, shape.hidden)
-            for table in (self.embedding, self.positions):
-                nn.init.normal_(table.weight, std=shape.init_std)
-            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
-            self.norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
-
-        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-            x = x.to(stream)
-            for block in self.blocks:
-                x = recompute(block, x, use_reentrant=False) if checkpoint else block(x)
-            logits = F.linear(self.norm(x), self.embedding.weight)
-            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    return Gpt()
-
-
 def _measure(config: TrainConfig, ours: dict[str, Any] | None, spec: dict[str, Any]) -> Row:
     shape = ModelShape(**spec["shape"])
     if importlib.util.find_spec("torch") is None:
@@ -132,8 +74,10 @@ def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, 
             torch.cuda.synchronize()
 
     start = time.perf_counter()
+    from torch_gpt import GPT
+
     with torch.device(device):
-        model = make_model(shape, config.activations == "full", "bfloat16")
+        model = GPT(shape, recompute=config.activations == "full", stream=torch.bfloat16)
         tokens = torch.randint(0, shape.vocab, (config.accumulate, config.microbatch, shape.seq_len + 1))
     optimizer = torch.optim.AdamW(
         model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda" or None
@@ -146,7 +90,7 @@ def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, 
         total = 0.0
         for batch in tokens:
             with torch.autocast(device, torch.bfloat16):
-                loss = forward(batch[:, :-1], batch[:, 1:]) / config.accumulate
+                loss = forward(batch) / config.accumulate
             loss.backward()
             total = total + loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,10 +108,7 @@ def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, 
         raise ValueError(f"the loss of one repeated batch went from {losses[0]:.3f} to {losses[-1]:.3f}")
 
     return {
-        **rates(shape, config.microbatch * config.accumulate, config.activations, step_s, spec),
-        "activations": config.activations,
-        "microbatch": config.microbatch,
-        "accumulate": config.accumulate,
+        **rates(shape, config, step_s, spec),
         "init_s": ready - start,
         "compile_s": compile_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,

@@ -67,10 +67,7 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
 
     stats = device.memory_stats() or {}
     figures = {
-        **rates(shape, sequences, config.activations, step_s, spec),
-        "activations": config.activations,
-        "microbatch": config.microbatch,
-        "accumulate": config.accumulate,
+        **rates(shape, config, step_s, spec),
         "init_s": ready - start,
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use"),

@@ -1,42 +1,24 @@
 """A worker: the process of one section, started by `main`; the device's memory is free again when it ends."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 from typing import Any
 
-from checks.report import Emit, Row, Skip, attempt, to_stdout
+from checks.report import Row, attempt, to_stdout
+
+MODULES = {"parity": "parity", "matmul": "matmul", "training": "training", "offload": "offload", "torch": "torch_gpt"}
+"""The module of each section but `device`; each has a `run`."""
 
 
 def run(text: str) -> int:
     """Runs the section that a JSON spec names; rows go to standard output."""
     spec: dict[str, Any] = json.loads(text)
-    emit: Emit = to_stdout
-    section = spec["section"]
-    if section == "device":
-        attempt(emit, "device", "device", device)
-    elif section == "parity":
-        from checks import parity
-
-        parity.run(spec, emit)
-    elif section == "matmul":
-        from checks import matmul
-
-        matmul.run(spec, emit)
-    elif section == "training":
-        from checks import training
-
-        training.run(spec, emit)
-    elif section == "offload":
-        from checks import offload
-
-        offload.run(spec, emit)
-    elif section == "torch":
-        from checks import torch_gpt
-
-        torch_gpt.run(spec, emit)
+    if spec["section"] == "device":
+        attempt(to_stdout, "device", "device", device)
     else:
-        raise ValueError(f"section {section!r}")
+        importlib.import_module(f"checks.{MODULES[spec['section']]}").run(spec, to_stdout)
     return 0
 
 
@@ -69,11 +51,3 @@ def _cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except Exception:
         return None
-
-
-def need_gpu() -> None:
-    """Raises `Skip` where jax's device is no GPU."""
-    import jax
-
-    if jax.default_backend() != "gpu":
-        raise Skip("no GPU")
