@@ -71,7 +71,7 @@ class Batches(ABC):
         return self._local[global_batch]
 
     @abstractmethod
-    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:
+    def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:
         """Return the numbers of a global batch's rows as its arrays have them, microbatches first, and their layout.
 
         Raises ``UserError`` where the batch does not divide.
@@ -116,11 +116,9 @@ class TokenBatches(Batches):
         super().__init__(grid, microbatches)
         self._packed = packed
 
-    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:  # noqa: D102
-        self.grid.shape.check_batch(global_batch, self.microbatches)
-        return np.arange(global_batch).reshape(self.microbatches, -1), NamedSharding(
-            self.grid.mesh, P(None, BATCH_AXES)
-        )
+    def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:  # noqa: D102
+        self.grid.shape.check_batch(rows, self.microbatches)
+        return np.arange(rows).reshape(self.microbatches, -1), NamedSharding(self.grid.mesh, P(None, BATCH_AXES))
 
     @property
     def least(self) -> int:  # noqa: D102

@@ -39,13 +39,13 @@ class TreeBatches(Batches):
         """Rows of the smallest global batch: one a replica and microbatch, or a part of `z` in another process."""
         return self._replicas * self.microbatches * self._parts
 
-    def numbers(self, global_batch: int) -> tuple[np.ndarray, NamedSharding]:
+    def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:
         """[microbatches, replicas, rows of a replica]."""
-        if global_batch % self.least or global_batch <= 0:
+        if rows % self.least or rows <= 0:
             z = f" * z = {self._parts} *" if self._parts > 1 else " ="
             accepted = f"a multiple of data * microbatches{z} {self._replicas} * {self.microbatches}"
-            raise UserError("global batch", global_batch, accepted)
-        numbers = np.arange(global_batch).reshape(self.microbatches, self._replicas, -1)
+            raise UserError("global batch", rows, accepted)
+        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
         over = ROW_AXES if numbers.shape[2] % self.grid.shape.z == 0 else None
         return numbers, NamedSharding(self.grid.mesh, P(None, "data", over))
 
@@ -93,13 +93,13 @@ class TreeBatches(Batches):
         have, share = self.rows(batch), self.share
         if have % share:
             raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
-        global_batch = have // share * self.least
-        numbers, layout = self.numbers(global_batch)
+        rows = have // share * self.least
+        numbers, layout = self.numbers(rows)
 
         def placed(leaf: Any) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 return jax.device_put(leaf.reshape(*numbers.shape, *leaf.shape[1:]), layout)
-            return self.placed(leaf, global_batch)
+            return self.placed(leaf, rows)
 
         return self._each(batch, placed)
 
