@@ -1,7 +1,6 @@
 """metrics.jsonl, loss.png, progress and peaks."""
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -147,36 +146,29 @@ def test_the_plot_is_a_picture(tmp_path):
     assert plot_loss(tmp_path, 6.0).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def lines(monkeypatch):
-    """Standard error, no terminal."""
-    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
-    return stream
-
-
-def test_progress_away_from_a_terminal_is_plain_lines(lines):
+def test_progress_away_from_a_terminal_is_plain_lines(capsys):
     with Progress(100, interval=3600) as progress:
         for step in range(1, 101):
             progress.update(step, 2.0, 1000.0, 0.5)
-    assert lines.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "step 1/100  loss 2.0000  1,000 tokens/s",
         "step 100/100  loss 2.0000  1,000 tokens/s  0:00 left",
     ]
 
 
-def test_the_time_left_is_told_from_steps_that_do_not_compile(lines):
+def test_the_time_left_is_told_from_steps_that_do_not_compile(capsys):
     with Progress(1000, interval=0.0) as progress:
         for step, seconds in enumerate([60.0, 30.0, 0.5, 0.5, 20.0, 0.5], 1):
             progress.update(step, 2.0, 1000.0, seconds)
-    left = [line.split("tokens/s")[1].strip() for line in lines.getvalue().splitlines()]
+    left = [line.split("tokens/s")[1].strip() for line in capsys.readouterr().err.splitlines()]
     assert left == ["", "", "", "8:18 left", "8:18 left", "8:17 left"]
 
 
-def test_other_ranks_are_silent(lines):
+def test_other_ranks_are_silent(capsys):
     with Progress(1, shown=False) as progress:
         progress.say("x")
         progress.update(1, 2.0, 1.0, 1.0)
-    assert lines.getvalue() == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_duration():
