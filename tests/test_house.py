@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 ALLOWED = {
     "lines": 47_288,
     "lines of tests": 37_777,
-    "lines of scripts": 14_241,
+    "lines of scripts": 14_245,
     "files": 320,
     "files in the root": 10,
     "folders over 12 files": 0,
