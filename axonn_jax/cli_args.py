@@ -215,6 +215,7 @@ def _options(
         if get_origin(kind) in (Union, UnionType):
             kinds = [option for option in get_args(kind) if option is not NoneType]
             kind = kinds[0] if len(kinds) == 1 else Literal[sum(map(get_args, kinds), ())]
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind  # of an optional value
         many = get_origin(kind) is tuple
         value_kind = get_args(kind)[0] if many else kind
         yield Option((*path, field.name), value_kind, many, own, docs.get(field.name, ""), group, arg)

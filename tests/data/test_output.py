@@ -21,6 +21,7 @@ from axonn_jax.errors import UserError
 PACKAGE = Path(__file__).resolve().parents[2] / "axonn_jax"
 IN_ITS_PLACE = {  # what writes files in their places, and why
     "documents.py": "it is what all others call",
+    "data/prepare.py": "into a directory that is renamed once it is whole",
     "adapters/peft.py": "as convert",
     "evaluate/build.py": "into a directory of its own, which it removes",
     "cli/convert.py": "into a directory that is not there yet",
