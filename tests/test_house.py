@@ -11,14 +11,14 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 47_288,
-    "lines of tests": 37_777,
-    "lines of scripts": 14_245,
-    "files": 320,
+    "lines": 44_922,
+    "lines of tests": 36_146,
+    "lines of scripts": 14_211,
+    "files": 301,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
-    "longest function": 96,
+    "longest function": 93,
     "arrows up": 0,
     "arrows up, lazy or for types": 0,
     "circles": 0,
@@ -26,8 +26,8 @@ ALLOWED = {
     "circles between files": 3,
     "class names in two modules": 0,
     "choices written twice": 0,
-    "config keys": 123,
-    "words of docs": 19_702,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "config keys": 122,
+    "words of docs": 19_622,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 
