@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 ALLOWED = {
     "lines": 44_922,
     "lines of tests": 36_146,
-    "lines of scripts": 14_211,
+    "lines of scripts": 14_225,
     "files": 301,
     "files in the root": 10,
     "folders over 12 files": 0,

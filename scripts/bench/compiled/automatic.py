@@ -62,6 +62,11 @@ class AutomaticProgram(OnMesh):
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
         return StepResults(grads, loss, norm, {})
 
+    def evaluate(self, params: Params, carried: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the mean loss of [microbatches, sequences, seq + 1] tokens, and their targets."""
+        losses = jnp.stack([self._loss(params, tokens, None) for tokens in batch])
+        return jnp.mean(losses), jnp.float32(batch[..., 1:].size)
+
     def _backward(self, params: Params, batch: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
         loss, grads = jax.value_and_grad(self._loss)(params, batch, key)
         return grads, loss
@@ -127,8 +132,17 @@ class _Constrained(nnx.Module):
     def __init__(self, layer: Linear, out: NamedSharding):
         self.layer, self.out = layer, out
 
+    @property
+    def kernel(self) -> Any:
+        """The layer's own kernel."""
+        return self.layer.kernel
+
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         return lax.with_sharding_constraint(self.layer(x, key), self.out)
+
+    def apply_to_gathered(self, x: jax.Array, kernel: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        """Apply the layer to a gathered input, as `column_parallel` asks several layers to."""
+        return lax.with_sharding_constraint(self.layer.apply_to_gathered(x, kernel, key), self.out)
 
 
 class _ConstrainedEmbedding(nnx.Module):
