@@ -62,7 +62,7 @@ def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
         return
 
     def through(eqn: Any, computed: list[bool]) -> list[bool]:
-        """Of each result, whether it depends on the inputs."""
+        """Return True for each result of an equation that depends on the inputs."""
         by_hand = eqn.primitive.name == "shard_map" or str(eqn.params.get("name", "")).startswith(layer)
         if not any(computed) or by_hand:
             return [False] * len(eqn.outvars)

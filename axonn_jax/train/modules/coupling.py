@@ -17,7 +17,7 @@ def couples_rows(jaxpr: Any, of_rows: Sequence[bool]) -> bool:
     coupled = False
 
     def through(eqn: Any, arrive: list[bool]) -> list[bool]:
-        """Of each result, whether it depends on rows."""
+        """Return True for each result of an equation that depends on rows."""
         nonlocal coupled
         kind, leave = eqn.primitive.name, [any(arrive)] * len(eqn.outvars)
         numbers = [var.aval.shape == () and of_rows for var, of_rows in zip(eqn.invars, arrive, strict=True)]
@@ -35,7 +35,7 @@ def couples_rows(jaxpr: Any, of_rows: Sequence[bool]) -> bool:
         return leave
 
     def loop(params: Any, arrive: list[bool]) -> list[bool]:
-        """Of each result of a loop, whether it depends on rows; how often it runs must not."""
+        """Return True for each result of a loop that depends on rows; how often it runs must not."""
         nonlocal coupled
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         before, carry = None, arrive[second:]
