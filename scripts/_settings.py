@@ -16,7 +16,8 @@ from axonn_jax.models.config import DerivedSize, ModelShape
 from axonn_jax.models.segments import transformer_segments
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
-from axonn_jax.train.validate import check_pipeline, check_prune, check_settings
+from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.validate import check_pipeline
 
 DEVICES, RATE = 8, 0.125
 """Most devices of a grid; what a router's bias moves by, which shows the sign of an expert's excess."""
@@ -58,8 +59,7 @@ class Setting:
         self.shape.check_grid(self.grid, sequence_split=self.comm.sequence_split)
         self.comm.check(self.shape, self.grid)
         self.grid.check_batch(self.rows, self.microbatches)
-        check_settings(self.grid.pipe, self.memory, self.tensor)
-        check_prune(self.prune, self.grid.pipe)
+        check_rules(Chosen(self.grid, self.memory, self.tensor, self.prune))
         if self.grid.pipe > 1:
             check_pipeline(self.grid.pipe, self.microbatches, self.pipeline, transformer_segments(self.shape))
 

@@ -19,7 +19,11 @@ def snapshot(state: State) -> int:
     Returns the bytes of the copies. An array under write cannot be donated: the next step would make a copy, in memory
     that the process then keeps. The kernel gets the memory back when the last copy is freed.
     """
-    copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
+    copied = {
+        name: {_key(shard.index): shard.data for shard in value.addressable_shards}  # once, of several copies
+        for name, value in state.items()
+        if on_the_hosts_cores(value)
+    }
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
     if not size:
         return 0
@@ -44,11 +48,6 @@ def snapshot(state: State) -> int:
 def on_the_hosts_cores(value: Any) -> bool:
     """True if the devices of an array compute with the host's cores, in the host's memory."""
     return all(computes_on_cores(device.platform) for device in value.sharding.device_set)
-
-
-def _distinct(value: Any) -> dict[Any, Any]:
-    """Return the local parts of an array, each once even if several devices have copies."""
-    return {_key(shard.index): shard.data for shard in value.addressable_shards}
 
 
 def _key(index: tuple[slice, ...]) -> Any:

@@ -1,13 +1,12 @@
 """Layers as a trainer runs them: in sub-batches, and with recomputation in the backward pass."""
 
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from axonn_jax.errors import UserError, nearest
 from axonn_jax.experts.router import CHOICES
 from axonn_jax.memory.host_arrays import HOST
 from axonn_jax.models.packed import inputs_of, targets_of
@@ -25,15 +24,7 @@ SubBatches = tuple[jax.Array, ...]
 _LAYER_INPUT = "layer_input"
 
 
-def check_activations(activations: str) -> None:
-    """Raise ``UserError`` for an unknown policy, such as ranges of layers, which earlier versions took."""
-    policies = get_args(Activations)
-    if activations not in policies:
-        accepted = f"one of {', '.join(policies)}, for all layers{nearest(activations, policies)}"
-        raise UserError("memory.activations", activations, accepted)
-
-
-def layer_runner(model: Model, activations: str, *, regather: bool = True) -> RunLayer:
+def layer_runner(model: Model, activations: Activations, *, regather: bool = True) -> RunLayer:
     """Return a function that runs the model's layers under a policy; sub-batches share a layer's gathered weights.
 
     `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward pass,
@@ -42,9 +33,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
     communication-aware activation checkpointing); `offload` is `full` with the layer's input in host memory until the
     backward pass. With `regather` all of them but `none` gather weights again; else recomputation begins with gathered
     weights, which are kept. All of them, `none` too, gather a stream with a split sequence again for the matmuls.
-    Raises ``UserError`` for another policy.
     """
-    check_activations(activations)
 
     def run(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         if len(xs) == 1:
@@ -72,7 +61,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
     return keep_all if activations == "none" else recompute
 
 
-def _saveable(activations: str) -> Any:
+def _saveable(activations: Activations) -> Any:
     """Return jax's policy for the values, beside its input, that a recomputed layer keeps."""
     policies = jax.checkpoint_policies
     if activations == "dots":

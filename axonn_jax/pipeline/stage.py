@@ -34,7 +34,7 @@ class SegmentPrograms:
         gradients = dict(enumerate((name for name in stretch.names if name in parts.trained), skip))
         dtypes = {n: jnp.dtype(jnp.float32) if n in parts.roles else stretch.work.sums for n in gradients.values()}
         self.sums = {
-            n: _as(crossing(out[i].aval, stretch.mesh, parts.specs[n]), dtypes[n]) for i, n in gradients.items()
+            n: crossing(out[i].aval, stretch.mesh, parts.specs[n]).update(dtype=dtypes[n]) for i, n in gradients.items()
         }
         """Forms of the gradients while they add up, unreduced over `data`."""
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
@@ -192,7 +192,3 @@ def _goals(
         return ({"FB": [0, *dx, *own]} if joins else {"F": [0], "B": dx + own}), {}
     *_, before = first
     return {**first, "W": own}, {whole: (before, "W")} if backwards == "both" else {}
-
-
-def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(struct.shape, dtype, sharding=struct.sharding)

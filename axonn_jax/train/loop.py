@@ -235,7 +235,8 @@ class Run:
             record: dict[str, Any] = {
                 "step": step,
                 "loss": loss,
-                "tokens": self._tokens_at(step),
+                "tokens": (self.first_position + (step - self.start) * self.config.train.global_batch)
+                * self.shape.seq_len,
                 "tokens_per_s": self.tokens / step_s,
                 "step_s": step_s,
                 "grad_norm": norm,
@@ -250,10 +251,6 @@ class Run:
             self._remember()
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now
-
-    def _tokens_at(self, step: int) -> int:
-        """Return tokens trained on after a step, with other batch sizes before a resumption included."""
-        return (self.first_position + (step - self.start) * self.config.train.global_batch) * self.shape.seq_len
 
     def _usage(self, step_s: float) -> dict[str, float]:
         """Return percent of peak and device memory, where known."""

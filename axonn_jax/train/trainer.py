@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.remat import check_activations
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -26,7 +25,7 @@ from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.optimizer import averaging
 from axonn_jax.train.resume import load_checkpoint, save_as
-from axonn_jax.train.validate import check_prune, check_settings
+from axonn_jax.train.rules import Chosen, check_rules
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,17 +104,16 @@ class Trainer:
     ):
         if not isinstance(grid, Grid):
             raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
-        check_settings(grid.shape.pipe, memory, tensor)
-        check_prune(prune, grid.shape.pipe, goes_on=True)
-        check_activations(memory.activations)
-        _check_ema(ema, grid, prune)
+        if not 0 <= ema < 1:
+            raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
+        check_rules(Chosen(grid.shape, memory, tensor, prune, ema=ema, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         self._numbers: Callable[[Any, Any], Any] | None = None
         with grid.entered():
             if loss is not None:
-                given |= {"tensor": tensor, "weight": weight, "rows": rows, "wrt": wrt}
+                given |= {"weight": weight, "rows": rows, "wrt": wrt}
                 engine = SpmdEngine(
                     loss_job(model, optimizer, grid, loss=loss, **given), grid, seed=seed, memory=memory
                 )
@@ -276,13 +274,6 @@ class Trainer:
     def close(self) -> None:
         """End threads and channels of a pipeline, before the process ends."""
         self.engine.close()
-
-
-def _check_ema(ema: float, grid: Grid, prune: PruneConfig) -> None:
-    if not 0 <= ema < 1:
-        raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
-    if ema and (grid.shape.pipe > 1 or prune.prunes):
-        raise UserError("ema", ema, "0 with grid.pipe above 1 or with prune")
 
 
 def pruning_of(trainer: Trainer) -> Pruning:

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import SPLITS, TOKENIZER, Manifest
 from axonn_jax.documents import look_at
 from axonn_jax.errors import UserError
-from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
@@ -29,12 +28,10 @@ from axonn_jax.train.config import (
     Config,
     DataConfig,
     LogConfig,
-    MemoryConfig,
     PipelineConfig,
-    PruneConfig,
-    TensorConfig,
     TrainConfig,
 )
+from axonn_jax.train.rules import Chosen, check_rules
 
 if TYPE_CHECKING:
     from axonn_jax.data.prompts import FixedPrompt
@@ -76,8 +73,14 @@ def check(config: Config) -> Config:
     config = replace(config, train=_with_steps(config.train, manifest.rows("train", shape.seq_len)))
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
-    check_settings(config.grid.pipe, config.memory, config.tensor)
-    check_prune(config.prune, config.grid.pipe, goes_on=goes_on)
+    chosen = Chosen(
+        config.grid, config.memory, config.tensor, config.prune, config.lora, config.moe, config.train,
+        experts=shape.experts > 0,
+    )  # fmt: skip
+    check_rules(chosen)
+    prune = config.prune
+    if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():  # a run that goes on may have masks
+        raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
     check_lora(config, shape)
     config.goldfish.check()
     if config.goldfish.k and config.goldfish.h >= shape.seq_len:
@@ -88,9 +91,6 @@ def check(config: Config) -> Config:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
     check_samples(config, shape)
-    if not shape.experts and config.moe != MoeConfig():
-        name = next(f.name for f in fields(MoeConfig) if getattr(config.moe, f.name) != f.default)
-        raise UserError(f"moe.{name}", getattr(config.moe, name), "left out in a model without model.experts")
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 
@@ -125,8 +125,6 @@ def check_samples(config: Config, shape: ModelShape) -> None:
     if bool(every) != bool(path):
         accepted = f"{'0' if every else 'at least 1'} where train.sample_prompts is {path!r}"
         raise UserError("train.sample_every", every, accepted)
-    if every and config.grid.pipe > 1:
-        raise UserError("train.sample_every", every, "0 where grid.pipe is above 1: no process has all weights")
     if every:
         samples_of(config, shape)
 
@@ -138,40 +136,6 @@ def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPromp
 
     tokenizer = load(Path(config.data.path) / TOKENIZER)
     return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape, "train.sample_prompts")
-
-
-def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> None:
-    """Raise ``UserError`` where options cannot go together, or not with a pipeline.
-
-    A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
-    equation; forward and backward passes are separate programs, which both gather weights. Buckets of offloaded
-    optimizer state consist of single layers' parameters.
-    """
-    if pipe > 1 and tensor.scan_layers == "yes":
-        raise UserError("tensor.scan_layers", tensor.scan_layers, "auto or no where grid.pipe is above 1")
-    if pipe > 1 and memory.reshard_after != "forward":
-        raise UserError("memory.reshard_after", memory.reshard_after, "forward where grid.pipe is above 1")
-    if memory.resident_bytes is not None and memory.offload == "none":
-        raise UserError("memory.resident", memory.resident, "auto where memory.offload is none")
-    if memory.offload != "none" and tensor.scan_layers == "yes":
-        accepted = f"auto or no where memory.offload is {memory.offload}"
-        raise UserError("tensor.scan_layers", tensor.scan_layers, accepted)
-
-
-def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None:
-    """Raise ``UserError`` for contradictory settings of pruning, also with a pipeline.
-
-    A file of masks may be missing if a run `goes_on` from a checkpoint, perhaps with masks.
-    """
-    prune.check()
-    if prune.later and pipe > 1:
-        value = prune.at_step or prune.method
-        name = "prune.at_step" if prune.at_step else "prune.method"
-        raise UserError(name, value, "pruning from the first step on where grid.pipe is above 1, not yet later")
-    if prune.prunes and prune.scope == "global" and pipe > 1:
-        raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
-    if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():
-        raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
 
 
 def _lora_of(config: Config) -> LoraConfig:
@@ -208,8 +172,6 @@ def check_lora(config: Config, shape: ModelShape) -> None:
     check_adaptable(shape, config.lora)
     if not config.lora.adapts:
         return
-    if config.prune.prunes:
-        raise UserError("lora.rank", config.lora.rank, "0 where weights are pruned")
     weights = config.checkpoint.weights
     if not weights or not Path(weights).is_dir():
         accepted = "the directory of the base, a checkpoint or a pretrained one, as lora.rank is above 0"

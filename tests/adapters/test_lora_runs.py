@@ -230,7 +230,6 @@ BAD_RUNS = {
     "target": (["--lora.targets", "q,vv"], "lora.targets = 'vv': one of q, k, v"),
     "alpha": (["--lora.alpha", "0"], "lora.alpha = 0"),
     "off": (["--lora.rank", "0"], "lora.rank = 0: at least 1 where other settings of [lora] are given"),
-    "pruned": (["--prune.density", "0.5"], "lora.rank = 4: 0 where weights are pruned"),
     "no base": (["--checkpoint.weights", ""], "checkpoint.weights = '': the directory of the base"),
     "peft": (["--checkpoint.weights", "ADAPTER"], "merge the adapter into its base first"),
 }

@@ -130,7 +130,6 @@ def test_no_room_is_taken_on_cpus():
     [
         ({"offload": "optimizer", "resident": "much"}, "much", "auto, or an amount such as 28GB or 26GiB"),
         ({"offload": "optimizer", "resident": "-1"}, "-1", "auto, or an amount such as 28GB or 26GiB"),
-        ({"resident": "28GB"}, "28GB", "auto where memory.offload is none"),
     ],
 )
 def test_other_budgets_are_refused(options, value, accepted):

@@ -35,8 +35,6 @@ class Module(linen.Module):
         return linen.Dense(2)(x)
 
 
-MEMORY, TENSOR = ax.MemoryConfig, ax.TensorConfig
-
 MADE = {
     "loss of one argument": (lambda: made(loss=lambda model: 0.0), r"^loss = a function of \(model\): "),
     "loss of four": (lambda: made(loss=lambda model, batch, key, step: 0.0), r"^loss = a function of "),
@@ -53,23 +51,10 @@ MADE = {
     ),
     "optimizer of nnx": (lambda: made(optimizer=nnx.Optimizer(net(), optax.sgd(0.1), wrt=nnx.Param)), "^optimizer = "),
     "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
-    "a pipeline": (lambda: made(GridShape(pipe=2)), "^grid.pipe = 2: 1 with loss="),
-    "experts": (lambda: made(GridShape(expert=2)), "^grid.expert = 2: 1 with loss="),
     "no loss": (lambda: made(model=net(), loss=None), "^model = Linear: a Transformer or .* trains with loss="),
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
     "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
     "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
-    "recomputation": (
-        lambda: made(memory=MEMORY(activations="full")),
-        "^memory.activations = full: none with loss=; nnx.remat",
-    ),
-    "weights kept": (lambda: made(memory=MEMORY(reshard_after="step")), "^memory.reshard_after = step: forward with"),
-    "sequences split": (
-        lambda: made(memory=MEMORY(sequence_parallel=True)),
-        "^memory.sequence_parallel = True: False with loss=",
-    ),
-    "scanned layers": (lambda: made(tensor=TENSOR(scan_layers="yes")), "^tensor.scan_layers = yes: auto with loss="),
-    "sub-batches": (lambda: made(tensor=TENSOR(sub_batches=2)), "^tensor.sub_batches = 2: 0 with loss="),
     "pruning without kernels": (
         lambda: made(model=lambda: nnx.LayerNorm(6, rngs=nnx.Rngs(0)), prune=ax.PruneConfig(density=0.5)),
         "^prune.density = 0.5: 1 where no layer with a kernel is known",

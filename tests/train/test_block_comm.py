@@ -18,7 +18,6 @@ from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.planner.communication import StepSpec, predict
 from axonn_jax.train.engines.step import compile_abstract
-from axonn_jax.train.validate import check_settings
 
 BOTH, SPLIT = BlockComm(attention=True, mlp=True), BlockComm(sequence_split=True)
 SMALL = replace(grids.LLAMA, layers=1)
@@ -121,9 +120,3 @@ def test_in_bfloat16_gradients_differ_by_roundings(gather):
         for one in ("forward", gather)
     )
     grids.check_gradients(kept, layer, BF16_TOLERANCE, 2.0**-9)
-
-
-def test_a_pipeline_keeps_none():
-    with pytest.raises(UserError, match=r"memory.reshard_after = 'step': forward where grid.pipe is above 1"):
-        check_settings(2, MemoryConfig(reshard_after="step"), TensorConfig())
-    check_settings(2, MemoryConfig(), TensorConfig())

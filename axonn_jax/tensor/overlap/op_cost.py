@@ -38,9 +38,6 @@ class OpTimes:
         first = min((names.index(axis) for axis in over if axis in self.sizes), default=len(names))
         return {name: self.sizes[name] for name in names[first:]}
 
-    def _group(self, eqn: JaxprEqn) -> int:
-        return prod(self.sizes.get(axis, 1) for axis in axes_of(eqn))
-
     def _ring_rate(self, eqn: JaxprEqn) -> float:
         """Bytes per second that a device sends: rings that cross nodes share their node's rate."""
         if self.link(eqn) == "node":
@@ -51,7 +48,7 @@ class OpTimes:
 
     def _ring_bytes(self, eqn: JaxprEqn) -> float:
         size = max(_bytes(eqn.invars), _bytes(eqn.outvars))
-        once = 1.0 - 1.0 / self._group(eqn)
+        once = 1.0 - 1.0 / prod(self.sizes.get(axis, 1) for axis in axes_of(eqn))
         return size * once * (1.0 if eqn.primitive.name in ("all_gather", "reduce_scatter") else 2.0)
 
 

@@ -1,6 +1,5 @@
 """Job of any Flax model and its loss, for an `SpmdEngine`."""
 
-from dataclasses import fields
 from functools import partial
 from inspect import isfunction, signature
 from typing import Any
@@ -23,7 +22,7 @@ from axonn_jax.pruned.prune import Pruner
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
-from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
+from axonn_jax.train.config import MemoryConfig, PruneConfig
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
 from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch
@@ -49,14 +48,13 @@ def loss_job(
     microbatches: int,
     clip: float,
     memory: MemoryConfig,
-    tensor: TensorConfig,
     prune: PruneConfig,
 ) -> Job:
     """Return the job of an NNX module, or of a tree of Linen parameters, that `loss` trains; nothing is compiled.
 
-    Raises ``UserError`` for settings that need layers in a row, and for an optimizer that does not go with the others.
+    Raises ``UserError`` for a loss, a model or an optimizer that does not go with the others.
     """
-    _check(grid, loss, weight, rows, microbatches, memory, tensor)
+    _check(loss, weight, rows, microbatches)
     _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
@@ -124,10 +122,6 @@ def loss_job(
     )
 
 
-_HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
-"""Settings that count for any model; the others of their tables are of the package's own layers."""
-
-
 def _check_tree(tree: Any) -> None:
     accepted = "a flax.nnx.Module, a function that makes one, or a tree of arrays with ax.parallelize_linen's loss"
     leaves = jax.tree.leaves(tree)
@@ -135,15 +129,7 @@ def _check_tree(tree: Any) -> None:
         raise UserError("model", tree.__name__ if isinstance(tree, type) else type(tree).__name__, accepted)
 
 
-def _check(
-    grid: Grid,
-    loss: Any,
-    weight: Any,
-    rows: Any,
-    microbatches: int,
-    memory: MemoryConfig,
-    tensor: TensorConfig,
-) -> None:
+def _check(loss: Any, weight: Any, rows: Any, microbatches: int) -> None:
     if not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
     if isinstance(loss, nnx.Module):
@@ -155,18 +141,5 @@ def _check(
         raise UserError("weight", type(weight).__name__, "a function of a batch, as the number of its unmasked targets")
     if rows not in ROWS:
         raise UserError("rows", rows, f"one of {', '.join(ROWS)}")
-    if grid.shape.pipe > 1:
-        accepted = "1 with loss=; a list of layers in ax.models.SequenceModel runs in a pipeline"
-        raise UserError("grid.pipe", grid.shape.pipe, accepted)
-    if grid.shape.expert > 1:
-        raise UserError("grid.expert", grid.shape.expert, "1 with loss=")
     if not isinstance(microbatches, int) or microbatches < 1:
         raise UserError("microbatches", microbatches, "an integer of at least 1")
-    if memory.activations != "none":
-        accepted = "none with loss=; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them"
-        raise UserError("memory.activations", memory.activations, accepted)
-    for table, settings in (("memory", memory), ("tensor", tensor)):
-        for each in fields(settings):
-            value = getattr(settings, each.name)
-            if each.name not in _HONOURED and value != each.default:
-                raise UserError(f"{table}.{each.name}", value, f"{each.default} with loss=")
