@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.data.goldfish import GoldfishConfig as GoldfishConfig
+from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import ModelConfig
@@ -230,6 +231,19 @@ class LogConfig(Settings):
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+    profile: str = ""
+    """Steps of which a trace of jax.profiler is written, the first and the last with a colon, such as "10:13"; at most
+    100. Empty: none."""
+
+    @property
+    def profiled(self) -> range:
+        """Return the steps of `profile`; raise ``UserError`` for another text."""
+        first, colon, last = self.profile.partition(":")
+        if not self.profile:
+            return range(0)
+        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) < int(first) + 100):
+            raise UserError("log.profile", self.profile, 'first and last of at most 100 steps, such as "10:13"')
+        return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.terminal import duration
+from axonn_jax.timeline.profile import Profile
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.step import StepMetrics
@@ -48,6 +49,7 @@ class Run:
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
+        self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
         valid = self._loader("valid", shuffle=False) if data.splits["valid"].tokens else None
@@ -100,7 +102,7 @@ class Run:
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
         stopping = False
-        with self.progress:
+        with self.progress, self.profile:
             self.pruning.at(self.start)
             for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
                 self.say(line)
@@ -115,7 +117,9 @@ class Run:
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
+                self.profile.before(step, before)
                 metrics = self.trainer.step(next(self.train_data))
+                self.profile.after(step, metrics)
                 fault = self.train_data.ahead(min(2, steps - step))
                 for line in self.pruning.lines():
                     self.say(line)

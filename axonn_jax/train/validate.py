@@ -71,6 +71,8 @@ def check(config: Config) -> Config:
         raise UserError("train.eval_every", config.train.eval_every, accepted)
     manifest.check_seq_len(shape.seq_len, [name for name in SPLITS if name == "train" or manifest.splits[name].tokens])
     config = replace(config, train=_with_steps(config.train, manifest.rows("train", shape.seq_len)))
+    if (traced := config.log.profiled) and traced[-1] > config.train.steps:
+        raise UserError("log.profile", config.log.profile, f"at most train.steps, which is {config.train.steps}")
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
     chosen = Chosen(

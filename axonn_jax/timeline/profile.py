@@ -1,0 +1,123 @@
+"""Profile of some steps of a run: traces of jax.profiler, and where the devices' time goes by them."""
+
+import contextlib
+import glob
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+FOLDER = "profile"
+"""Folder of the traces in a run's directory; each process has its own in it."""
+_LONGEST = 10  # operations shown
+Interval = tuple[float, float]
+
+
+class Profile:
+    """Trace of the steps of `log.profile` by jax.profiler, in `profile/rank_N` of the run's directory.
+
+    What is traced begins when all earlier steps have ended, and ends with the last step. A run that ends in between
+    keeps what is there.
+    """
+
+    def __init__(self, steps: range, directory: Path, rank: int, say: Callable[[str], None]):
+        self._steps, self._say, self._running = steps, say, False
+        self._all, self._own = directory / FOLDER, directory / FOLDER / f"rank_{rank}"
+        self._traced = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def before(self, step: int, last: Any) -> None:
+        """Begin in front of the first of the steps, once the results `last` of the step before are there."""
+        if self._steps and step == self._steps[0]:
+            jax.block_until_ready(last)
+            shutil.rmtree(self._own, ignore_errors=True)
+            with self._told():
+                jax.profiler.start_trace(self._own, create_perfetto_trace=True)
+                self._running = True
+
+    def after(self, step: int, results: Any) -> None:
+        """End behind the last of the steps, once its `results` are there, and tell what the trace shows."""
+        self._traced += self._running
+        if self._running and step == self._steps[-1]:
+            jax.block_until_ready(results)
+            self._end()
+
+    def _end(self) -> None:
+        self._running = False
+        with self._told():
+            jax.profiler.stop_trace()
+            lines = summary(self._own, max(self._traced, 1))
+            first = self._steps[0]
+            self._say(
+                f"profile of steps {first} to {first + self._traced - 1} in {self._all}: open a perfetto_trace.json.gz "
+                f"at https://ui.perfetto.dev, or all with `pip install xprof` and `xprof {self._all}`"
+            )
+            for line in lines:
+                self._say(line)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn a failure of the profiler into a line: the run goes on without a profile."""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:
+            self._say(f"warning: no profile could be written: {getattr(error, 'strerror', None) or error}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._running:
+            self._end()
+
+
+def summary(directory: Path, steps: int) -> list[str]:
+    """Return lines on a trace of so many steps: the share of time in which a device works, and the longest operations.
+
+    A device works while an operation of XLA runs on it; an operation's time is that on all devices of the process.
+
+    Raises:
+        OSError: there is no trace that can be read.
+    """
+    files = sorted(glob.glob(f"{glob.escape(str(directory))}/**/*.xplane.pb", recursive=True), key=os.path.getmtime)
+    if not files:
+        raise OSError("jax.profiler left no trace")
+    busy, spent, ends = (
+        defaultdict[Any, list[Interval]](list),
+        defaultdict[tuple[Any, Any], float](float),
+        list[float](),
+    )
+    for plane in jax.profiler.ProfileData.from_file(files[-1]).planes:
+        for line in plane.lines:
+            for event in line.events:
+                facts = dict(event.stats)
+                if "hlo_op" not in facts or event.duration_ns <= 0:
+                    continue
+                device = plane.name if plane.name.startswith("/device:") else facts.get("device_ordinal", 0)
+                interval = (event.start_ns, event.start_ns + event.duration_ns)
+                busy[device].append(interval)
+                spent[facts.get("hlo_module"), facts["hlo_op"]] += event.duration_ns
+                ends += interval
+    if not ends:
+        return ["profile: no operations of XLA are in the trace"]
+    window, milliseconds = max(ends) - min(ends), 1e6 * steps
+    share = sum(covered(each) for each in busy.values()) / (len(busy) * window)
+    longest = sorted(spent.items(), key=lambda item: -item[1])[:_LONGEST]
+    words = [f"{name} {time / milliseconds:.3g}" for (_, name), time in longest]
+    number = f"{len(busy)} device{'s' * (len(busy) > 1)}"
+    return [f"profile: {number} busy {share:.0%}; longest operations, ms a step over all of them: {', '.join(words)}"]
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
