@@ -128,14 +128,27 @@ def _opened_run(source: Path, field: str) -> Conversion:
     checkpoint = named_checkpoint(source, LocalSync(), say, field)
     if adapters_in(checkpoint, field) is not None:
         raise UserError(field, str(source), "a whole model; of adapters alone, --adapter or --merge")
-    folder = checkpoint.path.absolute().parent
-    folder = folder.parent if folder.name == "checkpoints" else folder
+    folder = _run_of(checkpoint.path)
     shape = stored_shape(checkpoint, field) or shape_of(folder, field)
     weights = StoredParameters(checkpoint, shape, field)
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, field)
-        return Conversion(shape, weights, dict(small_files(folder / FOLDER, field)), False, trained=True)
+        small = {**dict(small_files(folder / FOLDER, field)), **_trained_template(folder, field)}
+        return Conversion(shape, weights, small, False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+def _trained_template(run: Path, field: str) -> dict[str, bytes]:
+    """The chat template that a run was trained with, where it is in a file of its own: its base may have another."""
+    from axonn_jax.data.instructions.chat import FILE
+    from axonn_jax.models.huggingface.pretrained import small_files
+
+    return dict(small_files(run, field, re.compile(re.escape(FILE))))
 
 
 def _merged(args: Convert) -> Conversion:
@@ -164,6 +177,7 @@ def _merged(args: Convert) -> Conversion:
             raise UserError("--base", str(folder), f"the directory of the adapters' base, {stored.base!r} to them")
         side = _opened(folder, "--base")
         checked_base(side.weights, stored, str(folder))
+        side = replace(side, small={**side.small, **_trained_template(_run_of(checkpoint.path), "SOURCE")})
         config, arrays = stored.config, stored_adapters(checkpoint, stored, side.shape, "SOURCE")
     return replace(side, weights=MergedTensors(side.weights, side.shape, config, arrays), to_run=False)
 

@@ -13,6 +13,9 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax import GridShape, Loader
 from axonn_jax.cli.main import main
+from axonn_jax.data.instructions.chat import ChatTemplate
+from axonn_jax.data.instructions.schemas import Conversation
+from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.models.transformer import Transformer
@@ -144,6 +147,22 @@ def test_a_run_resumed_on_another_grid_reads_the_same_rows(place, tmp_path, capf
     assert got_held_out == pytest.approx(want_held_out, rel=1e-5)
     entropy = Manifest.load(place / "rows").unigram_entropy
     assert {r["unigram_entropy"] for r in read_metrics(tmp_path / "whole") if "eval_loss" in r} == {entropy}
+
+
+@pytest.mark.parametrize("adapters", [(), ("--lora.rank", "2")], ids=["whole", "adapters"])
+def test_an_exported_run_is_asked_by_the_template_of_its_training(place, tmp_path, adapters):
+    """Not by its base's own."""
+    assert main(["convert", str(place / "hf"), str(tmp_path / "base")]) == 0
+    prepare_instructions(
+        place / "data.jsonl", tmp_path / "rows", InstructionOptions(SEQ, too_long="cut"), tokenizer=tmp_path / "base"
+    )
+    words = ["--data.path", str(tmp_path / "rows"), "--model.seq_len", str(SEQ), "--train.steps", "1", *adapters]
+    config = str(tmp_path / "base" / "config.toml")
+    assert main(["train", config, "--log.dir", str(tmp_path / "run"), "--train.global_batch", "2", *words]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), *["--merge"][: len(adapters)]]) == 0
+    talk = [{"role": "user", "content": "the grid"}]
+    asked, own = (ChatTemplate.of(tmp_path / name, "--chat", True).text(talk) for name in ("out", "base"))
+    assert asked == Alpaca().passages(Conversation([*talk, {"role": "assistant", "content": ""}]), ())[0].text != own
 
 
 def test_rows_are_other_data_than_a_stream_of_the_same_words(place):
