@@ -223,10 +223,11 @@ def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: 
     named = {} if goes_on else {"checkpoint.weights": checkpoint.weights}
     if checkpoint.resume not in ("auto", "never"):
         named["checkpoint.resume"] = checkpoint.resume
-    weights = Path(checkpoint.weights)
-    base = weights.parent.parent if weights.parent.name == "checkpoints" else weights
-    if checkpoint.weights and base.resolve() == Path(log.dir).resolve():
-        raise UserError("log.dir", log.dir, f"another directory than checkpoint.weights = {checkpoint.weights}")
+    for name in ("checkpoint.weights", "checkpoint.adapter"):
+        begins = Path(value := getattr(checkpoint, name.removeprefix("checkpoint.")))
+        run = begins.parent.parent if begins.parent.name == "checkpoints" else begins
+        if value and run.resolve() == Path(log.dir).resolve():
+            raise UserError("log.dir", log.dir, f"another directory than {name} = {value}")
     for name, path in named.items():
         if path and not Path(path).is_dir():
             words = "auto, never, or " if name == "checkpoint.resume" else ""

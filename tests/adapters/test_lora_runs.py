@@ -222,6 +222,7 @@ BAD_RUNS = {
     "no adapter": (["--checkpoint.adapter", "none"], "checkpoint.adapter = 'none': the directory of PEFT's files"),
     "a whole model": (["--checkpoint.adapter", "BASE"], "checkpoint.adapter = "),
     "another rank": (["--checkpoint.adapter", "ADAPTER", "--lora.rank", "2"], "lora.rank = 2: 4, as in "),
+    "its own run": (["--checkpoint.adapter", "RUN", "--log.dir", "RUN"], "another directory than checkpoint.adapter"),
     "another base": (
         ["--checkpoint.adapter", "RUN", "--checkpoint.weights", "OTHER"],
         "adapters of this base, by its checksum",
