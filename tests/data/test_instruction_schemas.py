@@ -1,13 +1,14 @@
 """Schemas of instruction data: rows as others write them, their marks, and rows of no use."""
 
 import json
+from collections import Counter
 
 import instruction_data
 import pytest
 from instruction_data import TALK, all_documents, documents
 from tokenizers import Tokenizer
 
-from axonn_jax.data.instructions.schemas import conversation_of
+from axonn_jax.data.instructions.schemas import conversation_of, conversations
 from axonn_jax.data.instructions.templates import Alpaca, template_of
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.loader import TokenSamples
@@ -120,12 +121,14 @@ def test_a_text_is_trained_on_as_it_is(folder, tmp_path, template, loss):
 
 def test_rows_of_parquet_are_those_of_json(folder, tmp_path):
     arrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    call = [{"function": {"name": "f"}}]
+    call = [{"function": {"name": "f", "arguments": {"x": 1}}}]
     rows = [
         {"id": n, "messages": [*TALK[:1], TALK[1] | {"weight": n % 2}, {"role": "user", "content": f"{n}"}, *TALK[3:]]}
         for n in range(20)
     ]
     rows += [{"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": call}, TALK[3]]}]
+    other = [{"function": {"name": "g", "arguments": {"y": {"z": [2]}}}}]  # a table gives each row the others' columns
+    rows.insert(0, {"id": 0, "messages": [TALK[0], TALK[1] | {"tool_calls": other}], "tools": [{"name": "g"}]})
     table.write_table(arrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     instruction_data.write(tmp_path / "data.jsonl", rows)
     made = []
@@ -133,7 +136,8 @@ def test_rows_of_parquet_are_those_of_json(folder, tmp_path):
         options = InstructionOptions(128, template="chat")
         given = (tmp_path / name, tmp_path / "out", options)
         manifest, notes = prepare_instructions(*given, tokenizer=folder, holdout=0.2, force=True)
-        made.append((sorted(all_documents(manifest, 128)), notes))
+        read = conversations(tmp_path / name, "SOURCE", Counter(), lambda key: True, set())
+        made.append((sorted(all_documents(manifest, 128)), notes, [talk.text for _, talk in read]))
     assert made[0] == made[1]
 
 

@@ -105,16 +105,16 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the nulls of columns, and of messages' keys other than `content`."""
+    """Return a table's row without the nulls of its columns, at any depth, other than those of `content`."""
 
     def entry(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: inner for key, inner in value.items() if inner is not None or key == "content"}
+        if isinstance(value, list) and isinstance((value or [0])[0], dict | list):
+            return [*map(entry, value)]
+        if isinstance(value, dict):
+            return {key: entry(inner) for key, inner in value.items() if inner is not None or key == "content"}
+        return value
 
-    filled = {key: value for key, value in row.items() if value is not None}
-    lists = {key for key, value in filled.items() if isinstance(value, list) and isinstance((value or [0])[0], dict)}
-    return {key: [*map(entry, value)] if key in lists else value for key, value in filled.items()}
+    return {key: entry(value) for key, value in row.items() if value is not None}
 
 
 def _row(line: bytes, number: int) -> dict[str, Any]:
