@@ -55,12 +55,12 @@ class Asked:
 
     def ended(self, prompt: str, text: str) -> bool:
         """Return True behind a block of code that names the function: `body` takes none after it."""
-        return any(closed and _name(prompt) in block for block, closed in _BLOCK.findall(text))
+        return any(closed and _place(_name(prompt), block) >= 0 for block, closed in _BLOCK.findall(text))
 
     def body(self, prompt: str, text: str) -> str:
         """Return the body of the function in the first block that holds it, or of the first block."""
         blocks, name = [block for block, _ in _BLOCK.findall(text)] or [text], _name(prompt)
-        block = next((block for block in blocks if name in block), blocks[0])
+        block = next((block for block in blocks if _place(name, block) >= 0), blocks[0])
         return body_of(name, block)
 
 
@@ -81,6 +81,12 @@ def _name(prompt: str) -> str:
     return match[1] if match else ""
 
 
+def _place(name: str, text: str) -> int:
+    """Return where a text has a name as a whole word, or -1."""
+    found = re.search(rf"\b{name}\b", text)
+    return found.start() if found else -1
+
+
 def cut(text: str) -> str | None:
     """Return a function's body up to its closing brace, None without one; braces in literals and comments are text."""
     depth = 1
@@ -93,7 +99,7 @@ def cut(text: str) -> str | None:
 
 def body_of(name: str, text: str) -> str:
     """Return the body of a function in a text, closing brace included; a text without the name is the body itself."""
-    opening = text.find("{", text.find(name)) if name and name in text else -1
+    opening = text.find("{", place) if name and (place := _place(name, text)) >= 0 else -1
     rest = text[opening + 1 :]
     return cut(rest) or rest
 

@@ -37,6 +37,8 @@ ANSWERS = {
     "  return a + b;\n}\n```",
     "behind two": "```\nmake\n```\n```c++\nint two();\n```\n```c++\nint add(int a, int b) {\n  return a + b;\n}\n```\n"
     "or\n```c++\nint add(int a, int b) {\n  return b + a;\n}\n```",
+    "behind its helper": "```c++\nint add_two(int a) { return a + 2; }\n```\nand\n```c++\nint readd(int a);\n"
+    "int add(int a, int b) {\n  return a + b;\n}\n```",
     "not closed": "```c++\nint add(int a, int b) {\n  return a + b;\n}\nint main() {}",
     "without a fence": "int add(int a, int b) {\n  return a + b;\n}",
 }
@@ -46,7 +48,7 @@ ANSWERS = {
 def test_the_body_of_an_answer(case):
     form = form_of("alpaca", None)
     assert form.body(PROMPT, ANSWERS[case]).strip() == "return a + b;\n}"
-    assert form.ended(PROMPT, ANSWERS[case]) == (case in ("a function", "behind another", "behind two"))
+    assert form.ended(PROMPT, ANSWERS[case]) == (case == "a function" or case.startswith("behind "))
     ends = [end for end in range(len(ANSWERS[case])) if form.ended(PROMPT, ANSWERS[case][:end])]
     for end in ends[:1]:  # nothing of the rest changes the body
         assert form.body(PROMPT, ANSWERS[case][:end]) == form.body(PROMPT, ANSWERS[case])
