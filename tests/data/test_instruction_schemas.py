@@ -74,6 +74,16 @@ def test_tokens_of_a_turn_that_is_left_out_do_not_count(folder, tmp_path, loss):
         assert [marks[at] for at, token in enumerate(ids) if token == end] == [False, True]
 
 
+def test_with_all_tokens_a_prompts_answers_count_and_other_turns_take_no_mark(folder, tmp_path):
+    rows = [{"prompt": [TALK[0] | {"content": f"the {n}"}, *TALK[1:3]], "completion": TALK[3:]} for n in range(8)]
+    manifest, _ = instruction_data.prepared(tmp_path, rows, folder, 128, loss="all")
+    for ids, marks in all_documents(manifest, 128):
+        assert all(marks[1:]), ids
+    rows = [{"messages": [TALK[0] | {"content": f"the {n}", "weight": 0}, *TALK[1:]]} for n in range(8)]
+    with pytest.raises(UserError, match="marks of 0 on the assistant's messages alone"):
+        instruction_data.prepared(tmp_path, rows, folder, 128, loss="all")
+
+
 def test_keys_of_messages_are_read_by_the_template_or_listed(folder, tmp_path):
     own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}"
     (tmp_path / "own.jinja").write_text(own)

@@ -45,6 +45,8 @@ def encoded(
                 yield split, row, [Passage(text, [(0, len(text))] if answers else [], True)]
             else:
                 try:
+                    if not answers and not {*numbers} <= {*conversation.answers}:
+                        raise UserError("row", row.line, "with --loss all marks of 0 on the assistant's messages alone")
                     yield split, row, template.passages(conversation, numbers)
                 except Unmarked as error:
                     unmarked[row.line] = error

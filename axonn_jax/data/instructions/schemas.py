@@ -37,7 +37,9 @@ class Conversation(NamedTuple):
     tools: Any = None
     """Descriptions of tools, as a chat template takes them."""
     untrained: frozenset[int] = frozenset()
-    """Numbers of the answers that marks leave out."""
+    """Numbers of the messages that marks leave out."""
+    prompt: int = 0
+    """Number of the first messages that are a prompt, of which no answer is trained."""
     asked: tuple[str, str] | None = None
     """Instruction and input of the first message, whose content is both."""
     document: str | None = None
@@ -48,8 +50,13 @@ class Conversation(NamedTuple):
     @property
     def trained(self) -> list[int]:
         """Numbers of the answers to train on."""
-        roles = enumerate(message["role"] for message in self.messages)
-        return [number for number, role in roles if role == "assistant" and number not in self.untrained]
+        answers = [number for number in self.answers if number >= self.prompt]
+        return [number for number in answers if number not in self.untrained]
+
+    @property
+    def answers(self) -> list[int]:
+        """Numbers of the assistant's messages."""
+        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @property
     def text(self) -> str:
@@ -62,6 +69,7 @@ class Conversation(NamedTuple):
         parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
         parts += [{"tools": self.tools}] * (self.tools is not None)
         parts += [{"untrained": sorted(self.untrained)}] * bool(self.untrained)
+        parts += [{"prompt": self.prompt}] * bool(self.prompt)
         return json.dumps(parts, ensure_ascii=False, sort_keys=True)
 
 
@@ -165,9 +173,10 @@ def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tu
         keys = ("completion", *_ANSWERS) if answer is None else ("prompt", *_QUESTIONS)
         raise UserError("row", dict(row), f"{missing} in one of {', '.join(keys)}; this row has {', '.join(row)}")
     if isinstance(row[question], list) and isinstance(row[answer], list):
-        (before, _), (messages, untrained) = _listed(row[question]), _listed(row[answer])
-        own = {*range(len(before)), *(number + len(before) for number in untrained)}
-        return Conversation([*before, *messages], tools, frozenset(own)), {question, answer} | given
+        before, count = row[question], len(row[question])
+        (messages, first), (behind, second) = _listed(before), _listed(row[answer])
+        untrained = first | {number + count for number in second}
+        return Conversation([*messages, *behind], tools, untrained, count), {question, answer} | given
     asked, used, content = None, {question, answer}, _text(row, question)
     if question != "prompt":
         used.add("input")
@@ -231,7 +240,7 @@ def _tools(tools: Any) -> Any:
 
 
 def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
-    """Return a list's messages, their marks taken off, and the numbers of the answers that marks leave out."""
+    """Return a list's messages, their marks taken off, and the numbers of those that marks leave out."""
     accepted = 'messages as a list of objects such as {"role": "user", "content": "hi"}'
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError("row", entries, accepted)
