@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # prints the figures and the names behind them.
 ALLOWED = {
     "lines": 45_138,
-    "lines of tests": 36_348,
+    "lines of tests": 36_358,
     "lines of scripts": 14_226,
     "files": 303,
     "files in the root": 10,

@@ -34,7 +34,12 @@ KEYS = [
     ("train.lr", "-1e-3", "-0.001", "a finite number above 0"),
     ("train.warmup", "11", "11", "at most train.steps, which is 10"),
     ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion, adafactor; did you mean 'adam"),
-    ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant, wsd, inverse_sqrt; did you mean 'cosine'?"),
+    (
+        "train.schedule",
+        '"Cosine"',
+        "'Cosine'",
+        "one of cosine, linear, constant, wsd, inverse_sqrt; did you mean 'cosine'?",
+    ),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),
     ("grid.x", "0", "0", "an integer of at least 1"),

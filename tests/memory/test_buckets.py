@@ -6,7 +6,7 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +18,7 @@ leaves = st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["a", "b"])).map
 )
 
 
+@settings(deadline=None)
 @given(leaves, st.integers(1, 100))
 def test_every_leaf_once_and_within_capacity(found, capacity):
     by_name = {leaf.name: leaf for leaf in found}
@@ -30,6 +31,7 @@ def test_every_leaf_once_and_within_capacity(found, capacity):
         assert bucket == sorted(bucket, key=lambda name: int(name[1:]))
 
 
+@settings(deadline=None)
 @given(leaves, st.integers(1, 100))
 def test_no_two_neighbouring_buckets_of_a_group_would_fit_into_one(found, capacity):
     by_name = {leaf.name: leaf for leaf in found}
@@ -41,6 +43,7 @@ def test_no_two_neighbouring_buckets_of_a_group_would_fit_into_one(found, capaci
             assert used + by_name[following[0]].size > capacity
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 200))
 def test_parts_of_an_array_are_within_capacity_and_about_equal(shape, capacity):
     dim, rows = part_of(tuple(shape), capacity)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launched import ROOT, finished
 
@@ -167,11 +167,13 @@ def values(cls):
 configs = st.builds(Config, **{name: values(cls) for name, cls in get_type_hints(Config).items()})
 
 
+@settings(deadline=None)
 @given(configs)
 def test_text_reads_back_as_the_same_config(config):
     assert config_file.loads(to_toml(config)) == config
 
 
+@settings(deadline=None)
 @given(configs)
 def test_flags_say_the_same_as_a_file(config):
     plain = Config(data=DataConfig("elsewhere"))
