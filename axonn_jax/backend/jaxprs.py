@@ -29,6 +29,20 @@ def same_body(eqn: Any) -> Any | None:
     return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
 
 
+def scan_sizes(eqn: Any, body: Any) -> tuple[int, int]:
+    """Return the numbers of a scan's constants and of its carried values, which its body has in the same shape.
+
+    Its other inputs and results are stacks, of which the body has slices. Parameters of the equation that say the same
+    have other names from one jax to the next.
+    """
+
+    def alike(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    carried = alike(eqn.outvars, body.outvars)
+    return alike(eqn.invars, body.invars) - carried, carried
+
+
 def follow(
     jaxpr: Any, arrive: Sequence[Value], nothing: Value, through: Callable[[Any, list[Value]], Sequence[Value]]
 ) -> list[Value]:

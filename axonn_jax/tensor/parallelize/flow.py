@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.backend.jaxprs import bodies, follow, same_body
+from axonn_jax.backend.jaxprs import bodies, follow, same_body, scan_sizes
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit
 
 MARK = "axonn_layer"
@@ -89,7 +89,7 @@ def _carried(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]
     """The inputs of a scan's body in any of its runs: trained if they are so in one."""
     if eqn.primitive.name != "scan":
         return arrive
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, count = scan_sizes(eqn, inner)
     while True:
         leave = follow_layouts(inner, arrive, lambda call, out_size, x: x.split)
         carry = zip(arrive[first : first + count], leave[:count], strict=True)
@@ -125,7 +125,7 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
         inner = same_body(eqn)
         first = next(((each, var) for each, var in zip(inputs, eqn.invars, strict=True) if each is not None), None)
         if eqn.primitive.name == "scan" and inner is not None:
-            count, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
+            count, length = sum(scan_sizes(eqn, inner)), eqn.params["length"]
             find_origins(inner, inputs[:count] + [_at_one_place(each, length) for each in inputs[count:]], at)
         elif eqn.primitive.name == "cond":
             for branch in bodies(eqn):
