@@ -2,6 +2,8 @@
 
 import contextlib
 import glob
+import gzip
+import json
 import os
 import shutil
 from collections import defaultdict
@@ -14,6 +16,7 @@ import jax
 
 FOLDER = "profile"
 """Folder of the traces in a run's directory; each process has its own in it."""
+TRACE = "perfetto_trace.json.gz"
 _LONGEST = 10  # operations shown
 Interval = tuple[float, float]
 
@@ -56,7 +59,7 @@ class Profile:
             lines = summary(self._own, max(self._traced, 1))
             first = self._steps[0]
             self._say(
-                f"profile of steps {first} to {first + self._traced - 1} in {self._all}: open a perfetto_trace.json.gz "
+                f"profile of steps {first} to {first + self._traced - 1} in {self._all}: open a {TRACE} "
                 f"at https://ui.perfetto.dev, or all with `pip install xprof` and `xprof {self._all}`"
             )
             for line in lines:
@@ -85,28 +88,23 @@ def summary(directory: Path, steps: int) -> list[str]:
     Raises:
         OSError: there is no trace that can be read.
     """
-    files = sorted(glob.glob(f"{glob.escape(str(directory))}/**/*.xplane.pb", recursive=True), key=os.path.getmtime)
+    files = sorted(glob.glob(f"{glob.escape(str(directory))}/**/{TRACE}", recursive=True), key=os.path.getmtime)
     if not files:
         raise OSError("jax.profiler left no trace")
-    busy, spent, ends = (
-        defaultdict[Any, list[Interval]](list),
-        defaultdict[tuple[Any, Any], float](float),
-        list[float](),
-    )
-    for plane in jax.profiler.ProfileData.from_file(files[-1]).planes:
-        for line in plane.lines:
-            for event in line.events:
-                facts = dict(event.stats)
-                if "hlo_op" not in facts or event.duration_ns <= 0:
-                    continue
-                device = plane.name if plane.name.startswith("/device:") else facts.get("device_ordinal", 0)
-                interval = (event.start_ns, event.start_ns + event.duration_ns)
-                busy[device].append(interval)
-                spent[facts.get("hlo_module"), facts["hlo_op"]] += event.duration_ns
-                ends += interval
+    busy, ends = defaultdict[Any, list[Interval]](list), list[float]()
+    spent = defaultdict[tuple[Any, Any], float](float)
+    with gzip.open(files[-1]) as file:
+        events = json.load(file)["traceEvents"]
+    for event in events:
+        facts = event.get("args", {})
+        if "hlo_op" in facts and event.get("dur", 0) > 0:
+            interval = (event["ts"], event["ts"] + event["dur"])  # microseconds
+            busy[event["pid"], facts.get("device_ordinal")].append(interval)
+            spent[facts.get("hlo_module"), facts["hlo_op"]] += event["dur"]
+            ends += interval
     if not ends:
         return ["profile: no operations of XLA are in the trace"]
-    window, milliseconds = max(ends) - min(ends), 1e6 * steps
+    window, milliseconds = max(ends) - min(ends), 1e3 * steps
     share = sum(covered(each) for each in busy.values()) / (len(busy) * window)
     longest = sorted(spent.items(), key=lambda item: -item[1])[:_LONGEST]
     words = [f"{name} {time / milliseconds:.3g}" for (_, name), time in longest]
