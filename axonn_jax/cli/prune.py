@@ -54,6 +54,7 @@ def run(args: Prune) -> int:
     from axonn_jax.train.config import PruneConfig
     from axonn_jax.train.config_file import read
     from axonn_jax.train.rules import Chosen, check_rules
+    from axonn_jax.train.validate import check_masks
 
     if not 0 < args.density < 1 and not args.mask_file:
         raise UserError("--density", args.density, "a number above 0 and below 1")
@@ -67,6 +68,7 @@ def run(args: Prune) -> int:
     prune = PruneConfig(**given)  # type: ignore[arg-type]
     config = read(args.run_dir / "config.toml")
     check_rules(Chosen(config.grid, prune=prune))  # train accepts the written config
+    check_masks(args.mask_file)
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
     with terminated(), Ticker("reading") as ticker:

@@ -80,9 +80,8 @@ def check(config: Config) -> Config:
         experts=shape.experts > 0,
     )  # fmt: skip
     check_rules(chosen)
-    prune = config.prune
-    if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():  # a run that goes on may have masks
-        raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
+    if not goes_on:  # from a checkpoint, which may have masks
+        check_masks(config.prune.mask_file)
     check_lora(config, shape)
     config.goldfish.check()
     if config.goldfish.k and config.goldfish.h >= shape.seq_len:
@@ -138,6 +137,12 @@ def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPromp
 
     tokenizer = load(Path(config.data.path) / TOKENIZER)
     return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape, "train.sample_prompts")
+
+
+def check_masks(path: str) -> None:
+    """Raise ``UserError`` for a path of masks that is no file's."""
+    if path and not Path(path).is_file():
+        raise UserError("prune.mask_file", path, "an .npz file of arrays of booleans by parameter")
 
 
 def _lora_of(config: Config) -> LoraConfig:
