@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 45_157,
-    "lines of tests": 36_361,
+    "lines": 45_150,
+    "lines of tests": 36_366,
     "lines of scripts": 14_227,
     "files": 303,
     "files in the root": 10,

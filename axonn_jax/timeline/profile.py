@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
+
+from axonn_jax.timeline.spans import covered
 
 FOLDER = "profile"
 """Folder of the traces in a run's directory; each process has its own in it."""
@@ -110,12 +112,3 @@ def summary(directory: Path, steps: int) -> list[str]:
     words = [f"{name} {time / milliseconds:.3g}" for (_, name), time in longest]
     number = f"{len(busy)} device{'s' * (len(busy) > 1)}"
     return [f"profile: {number} busy {share:.0%}; longest operations, ms a step over all of them: {', '.join(words)}"]
-
-
-def covered(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total

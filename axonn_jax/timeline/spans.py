@@ -209,14 +209,14 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
     used = []
     for rank in range(ranks):
         own = {kind: parts.get((rank, kind), []) for kind in KINDS}
-        busy = _covered(part for kind in KINDS if kind != "communication" for part in own[kind])
-        shares = {kind: _covered(own[kind]) / length for kind in KINDS}
-        exposed = max(_covered(part for kind in KINDS for part in own[kind]) - busy, 0.0)
+        busy = covered(part for kind in KINDS if kind != "communication" for part in own[kind])
+        shares = {kind: covered(own[kind]) / length for kind in KINDS}
+        exposed = max(covered(part for kind in KINDS for part in own[kind]) - busy, 0.0)
         used.append(Usage(rank, 1 - busy / length, shares, exposed / length))
     return used
 
 
-def _covered(parts: Iterable[tuple[float, float]]) -> float:
+def covered(parts: Iterable[tuple[float, float]]) -> float:
     """Return the seconds in which at least one of the parts, from and to, lasts."""
     total, until = 0.0, -math.inf
     for start, end in sorted(parts):

@@ -56,7 +56,7 @@ def test_steps_on_a_grid_are_those_of_one_device(alone, name):
     got, arrays = steps(grid, comm=comm, **options)
     assert np.abs(got / alone[0] - 1).max() < 64 * EPS
     # Adam divides small gradients by their own size; a mask that differs anywhere is 1e-2.
-    assert adapted.far(arrays, alone[1]) < 1024 * EPS
+    assert adapted.far(arrays, alone[1]) < (512 if jax.__version_info__ < (0, 12) else 1024) * EPS
 
 
 def test_training_alone_drops(alone):

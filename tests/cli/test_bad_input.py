@@ -38,7 +38,7 @@ KEYS = [
         "train.schedule",
         '"Cosine"',
         "'Cosine'",
-        "wsd, inverse_sqrt; did you mean 'cosine'?",
+        "one of cosine, linear, constant, wsd, inverse_sqrt; did you mean 'cosine'?",
     ),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),

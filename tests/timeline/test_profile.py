@@ -9,7 +9,8 @@ from launched import UNDER_MPIRUN, command, flags, succeeded, write_config
 
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
-from axonn_jax.timeline.profile import Profile, covered, summary
+from axonn_jax.timeline.profile import Profile, summary
+from axonn_jax.timeline.spans import covered
 from axonn_jax.train.config import LogConfig
 
 

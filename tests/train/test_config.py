@@ -114,7 +114,10 @@ def test_a_pipeline_cannot_be_told_to_scan_layers(config):
     ("prune", "says"),
     [
         (PruneConfig(density=0.5, scope="global"), r"prune\.scope = 'global': layer where grid\.pipe is above 1"),
-        (PruneConfig(density=0.5, at_step=2), r"prune\.at_step = 2: 0 where grid\.pipe is above 1"),
+        (
+            PruneConfig(density=0.5, at_step=2),
+            r"prune\.at_step = 2: 0 where grid\.pipe is above 1: pruning from the first step on",
+        ),
     ],
     ids=["scope", "at_step"],
 )
