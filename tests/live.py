@@ -81,7 +81,7 @@ class Updates:
                     programs = holding.placement.programs
                     programs.update = self._within(place, holding.mesh, programs.update)
         else:
-            update, mesh = trainer.engine.offloaded.update, trainer.engine.grid.mesh
+            update, mesh = trainer.engine.store.placement, trainer.engine.grid.mesh
             update.after = self._watched(0, mesh, update.after)
             update.programs.update = self._within(0, mesh, update.programs.update)
 

@@ -1,13 +1,13 @@
 """Store of all state of the parameters on one mesh: the one place where it is made, renamed, saved and loaded."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
@@ -32,11 +32,21 @@ Read = Callable[[State], State]
 Placement = DeviceOptimizer | OffloadedOptimizer
 """Place of masters and optimizer state: on the devices, or in host memory."""
 
-Build = Callable[[PrunedLayout | None], tuple[Stack, Placement]]
-"""Function of the parameters' forms (None: all are plain arrays) -> how layers are stacked, and the placement."""
+
+@dataclass
+class Built:
+    """Programs' view of parameters in one form."""
+
+    stack: Stack
+    """How layers are stacked."""
+    placement: Placement
+    """Place of masters and optimizer state."""
 
 
-class ParamStore:
+BuiltT = TypeVar("BuiltT", bound=Built)
+
+
+class ParamStore(Generic[BuiltT]):
     """Weights, masters and optimizer state of the parameters on one mesh.
 
     State has the layers' own names, dense and whole, to everybody but the programs: an array that is held otherwise is
@@ -45,7 +55,7 @@ class ParamStore:
     Args:
         params: Float32 parameters on the mesh, under the layers' own names; those beside adapters are frozen.
         optimizer: The optimizer, for parameters under these names.
-        build: Called at first, and again whenever the forms change.
+        build: Function of the parameters' forms (None: all are plain arrays) -> what programs read and write them by.
         chooser: Choice of the parameters' forms; None: all are plain arrays.
         formed: True if parameters have the chooser's forms from the start.
         owned: True if `params` may be freed, one after another.
@@ -56,7 +66,7 @@ class ParamStore:
         self,
         params: Params,
         optimizer: optax.GradientTransformation,
-        build: Build,
+        build: Callable[[PrunedLayout | None], BuiltT],
         chooser: Pruner | None = None,
         *,
         formed: bool = True,
@@ -84,9 +94,23 @@ class ParamStore:
 
     def rebuild(self) -> None:
         """Call `build` again, for the same forms."""
-        self.stack, self.placement = self._build(self.forms)
-        self.mesh = self.placement.mesh
+        self.built = self._build(self.forms)
         self._apply: Apply | None = None
+
+    @property
+    def stack(self) -> Stack:
+        """How layers are stacked."""
+        return self.built.stack
+
+    @property
+    def placement(self) -> Placement:
+        """Place of masters and optimizer state."""
+        return self.built.placement
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the parameters."""
+        return self.placement.mesh
 
     @property
     def weights(self) -> Weights:

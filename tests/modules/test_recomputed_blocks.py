@@ -76,7 +76,7 @@ def of_linen(grid, *, remat):
 def compiled(trainer):
     """The step's program as a GPU's compiler makes it, with what is recomputed apart from what is kept."""
     engine = trainer.engine
-    lowered = engine._step.jitted().lower(engine.train_state, engine.batches.shard(batches()[0]), None)
+    lowered = engine.programs.train_step.jitted().lower(engine.train_state, engine.batches.shard(batches()[0]), None)
     return lowered.compile(keep_recomputation())
 
 

@@ -163,7 +163,7 @@ class Engine(Protocol):
 
     grid: Grid
     steps_done: int
-    stores: Mapping[int, ParamStore]
+    stores: Mapping[int, ParamStore[Any]]
     """Stores of all state by rank of the pipe, of the ranks here (0 without a pipeline)."""
 
     @property

@@ -11,6 +11,7 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
 from axonn_jax.memory.precision import Scale, next_scale
+from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, TrainStep
@@ -32,7 +33,7 @@ class OffloadedStep:
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 
     def run(
-        self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None, frozen: Weights
+        self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None, frozen: Params
     ) -> tuple[TrainState, StepMetrics]:
         """The state after a step, and the step's loss and gradient norm; `measured` is compiled for such a batch.
 

@@ -84,7 +84,7 @@ class PipelineEngine:
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
-        self.stores: Mapping[int, ParamStore] = {}
+        self.stores: Mapping[int, ParamStore[Any]] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
         settings = (optimizer, self.precisions, memory, prune)

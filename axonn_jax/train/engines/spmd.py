@@ -1,7 +1,7 @@
 """SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from axonn_jax.backend.cpu_allocator import TemporariesInPlace
-from axonn_jax.backend.small_products import compile_traced, form_of, jitted
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
-from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import precisions
@@ -23,13 +20,13 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
-from axonn_jax.state.param_store import ParamStore, Placement
-from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
+from axonn_jax.state.param_store import ParamStore
+from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, TokenBatches
-from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
+from axonn_jax.train.engines.programs import Programs
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
 from axonn_jax.train.optimizer import check_optimizer
 
@@ -110,31 +107,33 @@ class SpmdEngine:
     """
 
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
-        self.grid, self.batches, self._memory = grid, job.batches, memory
-        self._padding, self._build, self._carried, self._merge = job.padding, job.build, job.carried, job.merge
-        self._changes = job.changes
+        self.grid, self.batches, self._job = grid, job.batches, job
         self._key = jax.random.key(seed) if job.draws else None
+        self._carried = job.carried
         how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
-        self.store = ParamStore(job.params, job.optimizer, self._begin, job.chooser, **how)
-        self.stores: Mapping[int, ParamStore] = {0: self.store}
-        self._scale = self._step.first_scale()
+        self.store = ParamStore(
+            job.params, job.optimizer, lambda forms: Programs(*job.build(forms), memory), job.chooser, **how
+        )
+        job.params = job.carried = {}  # which the store and the steps use up
+        self.stores: Mapping[int, ParamStore[Programs]] = {0: self.store}
+        self._scale = self.programs.train_step.first_scale()
         self.steps_done = 0
         self._in_step = False
         self._evaluated: Weights | None = None
 
-    def _begin(self, forms: PrunedLayout | None) -> tuple[Stack, Placement]:
-        """Make the programs of a step on parameters in these forms; nothing is compiled."""
-        stack, self.program, self._step = self._build(forms)
-        self.precisions, self.parts = self.program.precisions, stack.per_layer
-        offloads = self._memory.offload != "none"
-        self.offloaded = OffloadedStep(self._step, self.program, self._memory.resident_bytes) if offloads else None
-        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
-        self._temporaries: dict[Hashable, TemporariesInPlace] = {}
-        self._last: StepMetrics | None = None
-        self._loss = jitted(self.program.evaluate)
-        self._forward: dict[Any, Callable[..., Any]] = {}
-        self._in_flight = InFlight()
-        return stack, self.offloaded.update if self.offloaded else self._step.update
+    @property
+    def programs(self) -> Programs:
+        """Compiled programs for the parameters' present form."""
+        return self.store.built
+
+    @property
+    def program(self) -> Any:
+        """Program of the gradients."""
+        return self.programs.program
+
+    @property
+    def parts(self) -> SplitModule:  # noqa: D102
+        return self.store.stack.per_layer
 
     @property
     def params(self) -> Params:
@@ -145,7 +144,7 @@ class SpmdEngine:
         return joined({**self.store.masters, **self.store.frozen.own})  # type: ignore[no-any-return]
 
     def merged(self, params: Params) -> Any:  # noqa: D102
-        return self._merge(params, self._carried)
+        return self._job.merge(params, self._carried)
 
     @property
     def opt_state(self) -> Any:
@@ -167,20 +166,12 @@ class SpmdEngine:
             self._check_whole()
         self._settle(batch)
         given, key = self.batches.shard(batch), self._step_key(self.steps_done)
-        program = self._compile(given, key)
-        if self.offloaded is None:
-            self._temporaries[form_of(given)].wait(self._last)
-        run: Callable[..., Any] = program if self.offloaded is None else partial(self.offloaded.run, program)
+        run = self.programs.step(self.train_state, given, key, self.store.frozen.arrays)
         self._in_step = True
         # One statement: Ctrl-C comes before all of it or after.
-        ((self.store.model, self._scale, self._carried), metrics), self.steps_done = (
-            run(self.train_state, given, key, self.store.frozen.arrays),
-            self.steps_done + 1,
-        )
+        ((self.store.model, self._scale, self._carried), metrics), self.steps_done = run(), self.steps_done + 1
         self._in_step = False
-        if self.offloaded is None:
-            self._last = metrics
-        return self._in_flight(metrics)  # type: ignore[no-any-return]
+        return self.programs.bounded(metrics)
 
     def _check_whole(self) -> None:
         """Undo a step that an exception, such as Ctrl-C, interrupted.
@@ -197,30 +188,19 @@ class SpmdEngine:
     def compiled_step(self, batch: Any) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape; with offload that of the gradients."""
         self._settle(batch)
-        return self._compile(self.batches.shard(batch), self._step_key(0))
+        given = self.batches.shard(batch)
+        return self.programs.compiled(self.train_state, given, self._step_key(0), self.store.frozen.arrays)
 
     def _settle(self, batch: Any) -> None:
         """Take another program where the batch asks for one."""
-        if self._changes(self.steps_done, self.store.weights, self._carried, batch):
+        if self._job.changes(self.steps_done, self.store.weights, self._carried, batch):
             self.store.rebuild()
 
     def _step_key(self, step: int) -> jax.Array | None:
         return None if self._key is None else jax.random.fold_in(self._key, step)
 
-    def _compile(self, given: Any, key: jax.Array | None) -> jax.stages.Compiled:
-        if (form := form_of(given)) not in self._compiled:
-            if self.offloaded is None:
-                traced = self._step.jitted().trace(self.train_state, given, key, self.store.frozen.arrays)
-            else:
-                state = self.train_state
-                traced = self.offloaded.measured.trace(self.store.weights, state.scale, state.carried, given, key)
-            self.program.check_traced(traced.jaxpr.jaxpr)
-            self._compiled[form] = compile_traced(traced)
-            self._temporaries[form] = TemporariesInPlace(self._compiled[form], self.grid.mesh)
-        return self._compiled[form]
-
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
-        return {0: self.store.memory(next(iter(self._compiled.values()), None))}
+        return {0: self.store.memory(self.programs.first_step)}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -233,7 +213,7 @@ class SpmdEngine:
 
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
         self._settle(batch)
-        return self._loss(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
+        return self.programs.evaluate(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def numbers(self, batch: Any, loss: Any = None) -> Any:
         """Return the mean loss of a batch, its weight and the numbers beside it, by the job's loss or another.
@@ -244,10 +224,9 @@ class SpmdEngine:
         ragged = batches.ragged(batch)
         if not ragged:
             self._settle(batch)
-        if (form := (loss, ragged)) not in self._forward:
-            self._forward[form] = jitted(self.program.of(loss, at_once=ragged).forward)
         given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
-        result = self._forward[form](self._evaluated or self.store.weights, self._carried, given)
+        forward = self.programs.forward(loss, at_once=ragged)
+        result = forward(self._evaluated or self.store.weights, self._carried, given)
         return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102
@@ -258,7 +237,7 @@ class SpmdEngine:
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
         state = self.store.shapes(self._scale) | self._named_carried()
-        return without_padding({name: value.shape for name, value in state.items()}, self._padding)
+        return without_padding({name: value.shape for name, value in state.items()}, self._job.padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts."""
@@ -280,7 +259,9 @@ class SpmdEngine:
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the communication that nothing hides in a step of so many sequences."""
-        missing = [f"step: this XLA has no {name}, which is not set" for name in self._step.missing_options()]
+        missing = [
+            f"step: this XLA has no {name}, which is not set" for name in self.programs.train_step.missing_options()
+        ]
         lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
         return [*lines, *missing]
 
