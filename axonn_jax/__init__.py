@@ -31,6 +31,7 @@ _HOME = {
     "parallelize": "axonn_jax.tensor.parallelize.api",
     "parallelize_linen": "axonn_jax.tensor.parallelize.linen",
     "sharding_report": "axonn_jax.tensor.parallelize.report",
+    "tracked": "axonn_jax.tracking.files",
 }
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from axonn_jax.tensor.parallelize.linen import parallelize_linen as parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report as sharding_report
     from axonn_jax.tensor.specs import replicated as replicated
+    from axonn_jax.tracking.files import tracked as tracked
     from axonn_jax.train.config import MemoryConfig as MemoryConfig
     from axonn_jax.train.config import PipelineConfig as PipelineConfig
     from axonn_jax.train.config import PruneConfig as PruneConfig

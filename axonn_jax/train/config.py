@@ -236,6 +236,13 @@ class LogConfig(Settings):
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+    wandb: str = ""
+    """Project of Weights & Biases that gets the run too (needs the `wandb` extra); WANDB_MODE=offline: without a
+    network. Empty: none."""
+    mlflow: str = ""
+    """Experiment of MLflow that gets the run too, at MLFLOW_TRACKING_URI (needs the `mlflow` extra). Empty: none."""
+    tracker: str = ""
+    """Class of your own that gets the run too, as package.module:Class (docs/train.md). Empty: none."""
     profile: str = ""
     """Steps of which a trace of jax.profiler is written, the first and the last with a colon, such as "10:13"; at most
     100. Empty: none."""

@@ -176,6 +176,12 @@ def _listed(names: Iterable[object]) -> str:
     return ", ".join(map(str, names))
 
 
+def settings_by_name(config: Config) -> dict[str, Any]:
+    """Return all settings by dotted name."""
+    tables = {table.name: getattr(config, table.name) for table in fields(config)}
+    return {f"{name}.{key.name}": getattr(table, key.name) for name, table in tables.items() for key in fields(table)}
+
+
 def to_toml(config: Config) -> str:
     """Return the config as TOML text, which reads back as the same config."""
     lines: list[str] = []

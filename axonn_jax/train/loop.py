@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import time
 from pathlib import Path
@@ -15,20 +14,19 @@ from axonn_jax.adapters.config import step_flops
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.loader import Loader
 from axonn_jax.data.manifest import Manifest
-from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.processes import World
 from axonn_jax.documents import replace_whole
-from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
-from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
+from axonn_jax.tracking.files import JsonLines, known_run
+from axonn_jax.tracking.tracker import Asked, RunFacts, Trackers
 from axonn_jax.train.config import Config
-from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.config_file import settings_by_name
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.metrics import MetricsLog, Samples, close_log, plot_loss
+from axonn_jax.train.metrics import Samples, keep_settings, plot_loss, trackers_of
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
@@ -63,26 +61,16 @@ class Run:
         """Step after which the memory report is written."""
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
-        self.log: MetricsLog | None = None
+        self.lines, asked, told = JsonLines(warn=self.say), list[Asked](), dict[str, int]()
+        run = RunFacts(self.directory, "", resumed=self.start)
         if self.first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._put("config.toml", to_toml(config).encode())
-            files = tokenizer_files(Path(config.data.path))
-            for name in {*filter(OF_TOKENIZER.fullmatch, os.listdir(self.directory))} - files.keys():  # of other data
-                (self.directory / name).replace(self.directory / f"aside_{name}")
-            for name, raw in files.items():
-                self._put(name, raw)
-            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
+            keep_settings(config, self.directory)
+            run, told = known_run(self.directory, settings_by_name(config), self.start)
+            asked = trackers_of(config.log, self.lines)
+        self.trackers = Trackers(asked, run, told, self.say)
         self.samples: Samples | None = None
         if config.train.sample_every:
-            self.samples = Samples(config, shape, self.engine.grid, sync, resumed=self.start, say=self.say)
-
-    def _put(self, name: str, raw: bytes) -> None:
-        try:
-            replace_whole(self.directory / name, raw)
-        except OSError as error:
-            accepted = f"a directory that {name} can be written in; {error.strerror}"
-            raise UserError("log.dir", str(self.directory), accepted) from None
+            self.samples = Samples(config, shape, self.engine.grid, sync, run=run, say=self.say)
 
     def say(self, text: str) -> None:
         """Print a line, on the first process only."""
@@ -90,6 +78,13 @@ class Run:
 
     def go(self, stop: StopSignals) -> int:
         """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
+        status = self._go(stop)
+        self.trackers.finish(status)
+        if self.samples is not None:
+            self.samples.close()
+        return status
+
+    def _go(self, stop: StopSignals) -> int:
         steps, every, save_every = self.config.train.steps, self.config.train.eval_every, self.config.checkpoint.every
         if self.start >= steps:
             self.say(
@@ -97,7 +92,6 @@ class Run:
                 "checkpoint.resume never starts anew"
             )
             self._say_undone()
-            self._close_log()
             return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
@@ -147,7 +141,7 @@ class Run:
                 if saves:
                     self.checkpoints.save(step, self.train_data.position)
                 if samples is not None:
-                    samples.write(step, self.trainer.model)
+                    self._sample(samples, step)
                     mark = time.monotonic()
                 if stopping:
                     break
@@ -164,12 +158,12 @@ class Run:
     def _make_up(self) -> None:
         """Evaluate, and write samples, where the run was stopped before it did so in its last step."""
         every, step, texts = self.config.train.eval_every, self.start, self.samples.log if self.samples else None
-        known = [bool(log and key in log.known) for log, key in ((self.log, "eval_loss"), (texts, "text"))]
+        known = [bool(log and key in log.known) for log, key in ((self.lines, "eval_loss"), (texts, "text"))]
         evaluated, sampled = (word == "True" for word in self.sync.gather(f"{known[0]} {known[1]}")[0].split())
         if every > 0 and step % every == 0 and not evaluated:
             self._evaluate(step)
         if self.samples and self.samples.due(step) and not sampled:
-            self.samples.write(step, self.trainer.model)
+            self._sample(self.samples, step)
 
     def _say_undone(self) -> None:
         if line := self.pruning.undone():
@@ -180,18 +174,16 @@ class Run:
         drawn: list[Path] = []
         try:
             pictures = self.engine.write_timeline(self.directory)
-            if self.log is not None:
-                self._close_log()
+            if self.first:
                 drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.held_out else None), *pictures]
+                shown: dict[str, Any] = {f"pictures/{path.stem}": path for path in drawn if path.suffix == ".png"}
+                self.trackers.record(self.config.train.steps, shown)
         except (OSError, ValueError) as error:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []
 
-    def _close_log(self) -> None:
-        if self.log is not None:
-            close_log(self.log, self.say)
-        if self.samples is not None:
-            self.samples.close()
+    def _sample(self, samples: Samples, step: int) -> None:
+        self.trackers.log(step, samples=samples.write(step, self.trainer.model))
 
     def _checkpoint(self, step: int) -> Path:
         return self.checkpoints.directory / name_of(step)
@@ -200,7 +192,6 @@ class Run:
         """End a run on a signal or a fault of the data: return 128 plus the signal's number, or 2; 1 if not saved."""
         error, number = self.checkpoints.settle(), stop.number()
         faults = [text for text in self.sync.gather(fault) if text]
-        self._close_log()
         why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
         left = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
         self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {left}")
@@ -209,7 +200,6 @@ class Run:
     def _given_up(self, step: int) -> int:
         """End a run whose steps change nothing any more, without a checkpoint."""
         self.checkpoints.settle()
-        self._close_log()
         finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
         state = "the weights are finite: check the data and train.lr" if finite else "the weights are not finite either"
         before = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
@@ -237,7 +227,6 @@ class Run:
             self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
         if step % self.config.log.every == 0 or step == self.config.train.steps or not finite:
             record: dict[str, Any] = {
-                "step": step,
                 "loss": loss,
                 "tokens": (self.first_position + (step - self.start) * self.config.train.global_batch)
                 * self.shape.seq_len,
@@ -249,8 +238,7 @@ class Run:
                 **{key: float(value) for key, value in metrics.items() if key not in ("loss", "grad_norm", "skipped")},
                 **self._usage(step_s),
             }
-            assert self.log is not None
-            self.log.write(record)
+            self.trackers.record(step, record)
         if step == self.remembered:
             self._remember()
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
@@ -282,8 +270,7 @@ class Run:
 
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)
-        if self.log is not None:
-            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self.data.unigram_entropy})
+        self.trackers.log(step, eval_loss=loss, unigram_entropy=self.data.unigram_entropy)
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self.data.unigram_entropy:.4f})")
 
     def _loader(self, split: str, **options: Any) -> Loader:

@@ -1,21 +1,18 @@
-"""Metrics and samples of a run: metrics.jsonl, samples.jsonl, TensorBoard events, loss.png."""
+"""Files of a run: settings and tokenizer, those of its trackers, samples, loss.png."""
 
-import contextlib
 import hashlib
-import io
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
 from axonn_jax.data.tokenize import ends_of
+from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import new_figure, parse_json, read_bytes, save_picture
+from axonn_jax.documents import new_figure, replace_whole, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.inference.generator import Generator
@@ -24,88 +21,47 @@ from axonn_jax.inference.slots import Request
 from axonn_jax.inference.texts import write
 from axonn_jax.inference.weights import grid_of_run
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.options import typed
-from axonn_jax.train.config import Config
+from axonn_jax.tracking.files import SAMPLES, JsonLines, TensorBoard, read_metrics
+from axonn_jax.tracking.services import MlflowTracker, WandbTracker
+from axonn_jax.tracking.tracker import Asked, RunFacts, own_tracker
+from axonn_jax.train.config import Config, LogConfig
+from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import samples_of
 
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 SAMPLE_TOKENS = 32
 """The most tokens of a sample, where `model.seq_len` leaves so many."""
 _SHOWN = 60  # characters of a prompt, its last ones
 _AT_ONCE = 16
-_MOST = 2**31  # bytes read of a log: that of ten million steps
 _LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
 
 
-class MetricsLog:
-    """Log of one JSON object a line in a file of the run directory, each line whole on disk at once.
+def keep_settings(config: Config, directory: Path) -> None:
+    """Write a run's settings and its data's tokenizer into its directory; files of another tokenizer are set aside.
 
-    A run resumed after step `resumed` keeps the lines up to this step; otherwise an earlier run's file in the same
-    directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
-    cannot take lines does not end the run: `trouble` has the reason.
+    Raises ``UserError`` where one cannot be written.
     """
-
-    def __init__(
-        self,
-        directory: Path,
-        name: str = METRICS,
-        *,
-        tensorboard: bool = False,
-        resumed: int = 0,
-        warn: Callable[[str], None] = lambda text: None,
-    ):
-        self._events = _event_writer(directory / "tensorboard", resumed) if tensorboard else None
-        self.path, self.known = directory / name, frozenset[str]()
-        """Path of the file, and the keys that are known of step `resumed`."""
-        if os.path.lexists(self.path) and resumed:
-            self._go_on_after(resumed, warn)
-        elif os.path.lexists(self.path):
-            self.path.rename(_free_name(self.path))
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        self.trouble = ""
-        """Reason for lines not written so far, which are kept for the next write."""
-
-    def _go_on_after(self, step: int, warn: Callable[[str], None]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizer_files(Path(config.data.path))
+    for name in {*filter(OF_TOKENIZER.fullmatch, os.listdir(directory))} - tokenizer.keys():
+        (directory / name).replace(directory / f"aside_{name}")
+    for name, raw in {"config.toml": to_toml(config).encode(), **tokenizer}.items():
         try:
-            records, damage = _read(self.path)
-        except (OSError, ValueError) as error:
-            records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
-        rewritten = self.path.with_name(f".{self.path.name}.part")
-        self.known = frozenset(key for record in records if record["step"] == step for key in record)
-        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
-        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
-        rewritten.write_text("".join(kept), encoding="utf-8")
-        if damage:
-            aside = _free_name(self.path)
-            self.path.rename(aside)
-            warn(f"warning: {self.path} is damaged and kept as {aside.name}; {damage}")
-        rewritten.replace(self.path)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with self._told():
-            self._file.write(json.dumps(clean) + "\n")
-            if self._events is not None:
-                for name, value in record.items():
-                    if name != "step":
-                        self._events.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Close the files."""
-        with self._told():
-            self._file.close()
-            if self._events is not None:
-                self._events.close()
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
+            replace_whole(directory / name, raw)
         except OSError as error:
-            self.trouble = self.trouble or f"{error.strerror or error}"
+            accepted = f"a directory that {name} can be written in; {error.strerror}"
+            raise UserError("log.dir", str(directory), accepted) from None
+
+
+def trackers_of(log: LogConfig, lines: JsonLines) -> list[Asked]:
+    """Return the trackers that [log] asks for; a tracker is a line here."""
+    asked = [Asked("log.dir", log.dir, lines, once=False)]
+    asked += [Asked("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
+    asked += [Asked("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
+    asked += [Asked("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
+    asked += [Asked("log.tracker", log.tracker, own_tracker(log.tracker))] if log.tracker else []
+    return asked
 
 
 class Samples:
@@ -121,7 +77,7 @@ class Samples:
         grid: Grid,
         sync: HostSync,
         *,
-        resumed: int,
+        run: RunFacts,
         say: Callable[[str], None],
     ):
         self._shape, self._grid, self._say, self._folder = shape, grid, say, Path(config.log.dir)
@@ -134,25 +90,27 @@ class Samples:
             accepted = "a file that is the same for all processes"
             raise UserError("train.sample_prompts", config.train.sample_prompts, accepted)
         self._generator: Generator | None = None
-        self.log = MetricsLog(self._folder, SAMPLES, resumed=resumed, warn=say) if grid.rank == 0 else None
+        self.log = JsonLines(SAMPLES, warn=say) if grid.rank == 0 else None
+        if self.log is not None:
+            self.log.start(run)
 
     def due(self, step: int) -> bool:
         """Return True if samples are due behind a step."""
         return step % self._every == 0
 
-    def write(self, step: int, model: nnx.Module) -> None:
-        """Make the texts of a step, print and record them; weights and cache are not kept."""
+    def write(self, step: int, model: nnx.Module) -> list[dict[str, Any]]:
+        """Make the texts of a step, print, record and return them; weights and cache are not kept."""
         assert isinstance(model, Transformer)
         generator = self._updated(step, model)
         if generator is None:
-            return
+            return []
         texts = ["" for _ in self._requests]
         try:
             for piece in write(generator, self._tokenizer, self._requests, Sampling(temperature=0)):
                 texts[piece.request] += piece.text
         except UserError as error:  # scores that are not finite, on every process: the run goes on
             self._say(f"warning: no samples of step {step}: {error}")
-            return
+            return []
         finally:
             generator.release()
         for prompt, text in zip(self._prompts, texts, strict=True):
@@ -160,11 +118,14 @@ class Samples:
             self._say(f"step {step}: {begin} goes on {added}")
             if self.log is not None:
                 self.log.write({**prompt.line, "step": step, "text": text})
+        return [
+            {"prompt": prompt.line["prompt"], "text": text} for prompt, text in zip(self._prompts, texts, strict=True)
+        ]
 
     def close(self) -> None:
-        """Close the file, and say where lines could not be written."""
+        """Close the file."""
         if self.log is not None:
-            close_log(self.log, self._say)
+            self.log.finish()
 
     def _updated(self, step: int, model: Transformer) -> Generator | None:
         """Return the generator with a step's weights; None where a process has no memory for it."""
@@ -193,60 +154,6 @@ class Samples:
             stops=ends_of(self._folder, self._tokenizer, "log.dir", self._shape.vocab),
             limit=1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values()),
         )
-
-
-def close_log(log: MetricsLog, say: Callable[[str], None]) -> None:
-    """Close a log, and say where lines could not be written in time."""
-    log.close()
-    if log.trouble:
-        say(f"warning: lines of {log.path} could not be written in time: {log.trouble}")
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
-        number += 1
-    return candidate
-
-
-def _event_writer(folder: Path, resumed: int) -> Any:
-    """Return a writer of events behind step `resumed`: TensorBoard drops later ones; another run's are set aside."""
-    from tensorboardX import SummaryWriter  # the config's check has looked for it
-
-    if not resumed and os.path.lexists(folder):
-        folder.rename(_free_name(folder))
-    purge = {"purge_step": resumed + 1, "filename_suffix": f".{resumed}"} if resumed else {}  # files are of a second
-    return SummaryWriter(str(folder), **purge)
-
-
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the readable records of a run directory, in order."""
-    return _read(directory / METRICS)[0]
-
-
-@dataclass
-class _Record:
-    """Fields of every record."""
-
-    step: int
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the readable records of a log, and a description of the other lines, empty if there are none.
-
-    A last line cut off in the middle is no fault: a killed process may leave one.
-    """
-    records, unread, first = [], 0, ""
-    for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
-        try:
-            record = parse_json(line)
-            typed(_Record, record)
-            records.append(record)
-        except ValueError as error:
-            cut_off = line.startswith(b"{") and not line.endswith(b"\n")
-            if line.strip() and not cut_off:
-                unread, first = unread + 1, first or f"line {number}: {error}"
-    return records, f"lines left out: {unread}, the first {first}" if unread else ""
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:

@@ -23,6 +23,7 @@ from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.tracking.tracker import own_tracker
 from axonn_jax.train.config import (
     CheckpointConfig,
     Config,
@@ -48,8 +49,12 @@ def check(config: Config) -> Config:
     for name in ("data.path", "log.dir", *_FROM, "prune.mask_file", "train.sample_prompts"):
         look_at(name, attrgetter(name)(config))
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
-    if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
+    for name, library in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        if (value := getattr(config.log, name)) and importlib.util.find_spec(library) is None:
+            none = "false" if value is True else "empty"
+            raise UserError(f"log.{name}", value, f"{none}, or `pip install 'axonn_jax[{name}]'`")
+    if config.log.tracker:
+        own_tracker(config.log.tracker)
     log = _check_log(config.log)
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)

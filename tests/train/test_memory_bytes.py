@@ -62,7 +62,7 @@ def test_live_arrays_of_a_step_are_what_the_formula_says(pipe, state):
     trainer.step(batches(1)[0])
     places = planned_of(trainer)
     found = {kind: sum(begin[kind] for begin in updates.begin.values()) for kind in ("device", "host")}
-    total = sum(planned.weights for planned in places.values()) // trainer.engine.program.precisions.weights.itemsize
+    total = sum(planned.weights for planned in places.values()) // trainer.engine.precisions.weights.itemsize
     assert len(updates.begin) == len(places)
     assert found == {"device": device * total, "host": host * total}
     assert found["device"] == sum(planned.device for planned in places.values())
@@ -88,7 +88,7 @@ def test_one_program_of_a_step_has_state_as_arguments_and_gradients_among_its_te
     batch = batches(1)[0]
     found = trainer.engine.compiled_step(batch).memory_analysis()
     (planned,) = planned_of(trainer).values()
-    total = planned.weights // trainer.engine.program.precisions.weights.itemsize
+    total = planned.weights // trainer.engine.precisions.weights.itemsize
     assert planned.device == device * total
     assert planned.host == host == 0
     tokens, numbers = batch.nbytes // replicas(options), 256

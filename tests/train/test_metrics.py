@@ -1,10 +1,8 @@
-"""metrics.jsonl, loss.png, progress and peaks."""
+"""loss.png, progress, schedules and peaks."""
 
 import dataclasses
 import json
 import math
-import os
-import struct
 import warnings
 from typing import get_args
 
@@ -21,112 +19,12 @@ from axonn_jax.terminal import duration
 from axonn_jax.train import metrics
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
+from axonn_jax.train.metrics import plot_loss
 from axonn_jax.train.optimizer import changed_rate, learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.validate import check
 
 EPS = float(np.finfo(np.float32).eps)
-
-
-def test_each_record_is_a_line_at_once_and_json(tmp_path):
-    log = MetricsLog(tmp_path)
-    log.write({"step": 1, "loss": 2.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
-    log.write({"step": 2, "loss": math.nan})
-    log.close()
-    assert read_metrics(tmp_path)[1] == {"step": 2, "loss": None}
-
-
-def logged(folder, *records, **options):
-    log = MetricsLog(folder, **options)
-    for record in records:
-        log.write(record)
-    log.close()
-
-
-def test_an_earlier_runs_metrics_are_kept(tmp_path):
-    for value in (1.0, 2.0, 3.0):
-        logged(tmp_path, {"step": 1, "loss": value})
-    assert read_metrics(tmp_path)[0]["loss"] == 3.0
-    assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"] == 1.0
-    assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["loss"] == 2.0
-
-
-def shown(folder):
-    """Steps of the losses that TensorBoard shows: a session's start drops what came before from its step on."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    steps = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
-        raw = path.read_bytes()
-        while raw:
-            (size,) = struct.unpack("<Q", raw[:8])
-            event, raw = Event.FromString(raw[12 : 12 + size]), raw[16 + size :]
-            if event.session_log.status == event.session_log.START and event.HasField("session_log"):
-                steps = [step for step in steps if step < event.step]
-            steps += [event.step for value in event.summary.value if value.tag == "loss"]
-    return steps
-
-
-def test_tensorboard_shows_a_resumed_runs_steps_once_and_no_other_runs(tmp_path):
-    for first, resumed in ((1, 0), (4, 3), (1, 0)):
-        records = ({"step": step, "loss": 1.0 / step} for step in range(first, first + 5))
-        logged(tmp_path, *records, tensorboard=True, resumed=resumed)
-    assert shown(tmp_path / "tensorboard.1") == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert shown(tmp_path / "tensorboard") == [1, 2, 3, 4, 5]
-
-
-DAMAGES = {
-    "a number": b"12\n",
-    "not UTF-8": b"\xff\xfe\x00\n",
-    "no step": b'{"loss": 1.0}\n',
-    "a step that is none": b'{"step": true, "loss": 1.0}\n',
-    "not finite": b'{"step": 3, "loss": 1e999}\n',
-    "deep": b"[" * 200_000 + b"\n",
-    "a list": b'["step"]\n',
-    "half a line": b'"step": 2}\n',
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("at", ["middle", "end"])
-def test_a_run_goes_on_with_the_lines_that_can_be_read(damage, at, tmp_path):
-    lines = [b'{"step": 1, "loss": 2.0}\n', b'{"step": 2, "loss": 1.0}\n']
-    lines.insert(1 if at == "middle" else 2, DAMAGES[damage])
-    path, told = tmp_path / "metrics.jsonl", []
-    path.write_bytes(b"".join(lines))
-    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
-    assert (tmp_path / "metrics.1.jsonl").read_bytes() == b"".join(lines), "nothing of a user's is lost"
-    (line,) = told
-    assert "metrics.jsonl is damaged and kept as metrics.1.jsonl; lines left out: 1, the first line " in line
-
-
-@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link"])
-def test_what_is_no_log_is_kept_under_another_name(kind, tmp_path):
-    path, told = tmp_path / "metrics.jsonl", []
-    if kind == "directory":
-        path.mkdir()
-        (path / "notes.txt").write_text("mine")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(tmp_path / "nowhere")
-    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
-    assert [record["step"] for record in read_metrics(tmp_path)] == [3]
-    assert (tmp_path / "metrics.1.jsonl").is_symlink() or (tmp_path / "metrics.1.jsonl").exists()
-    assert kind != "directory" or (tmp_path / "metrics.1.jsonl/notes.txt").read_text() == "mine"
-    assert len(told) == 1
-
-
-def test_a_line_cut_off_by_a_kill_is_left_out_and_no_damage(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-    told = []
-    logged(tmp_path, resumed=1, warn=told.append)
-    assert not told
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_losses_that_cannot_be_drawn_do_not_hinder_the_picture(tmp_path):
@@ -144,7 +42,8 @@ def test_a_run_without_a_finite_loss_is_drawn_without_a_warning(tmp_path):
 
 
 def test_the_plot_is_a_picture(tmp_path):
-    logged(tmp_path, *({"step": step, "loss": 8.0 / step} for step in range(1, 30)), {"step": 29, "eval_loss": 0.5})
+    records = [*({"step": step, "loss": 8.0 / step} for step in range(1, 30)), {"step": 29, "eval_loss": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert plot_loss(tmp_path, 6.0).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

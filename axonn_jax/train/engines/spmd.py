@@ -14,7 +14,7 @@ from flax import nnx
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.memory.precision import precisions
+from axonn_jax.memory.precision import Precisions, precisions
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
@@ -130,6 +130,11 @@ class SpmdEngine:
     def program(self) -> Any:
         """Program of the gradients."""
         return self.programs.program
+
+    @property
+    def precisions(self) -> Precisions:
+        """Dtypes of weights, computation and gradients."""
+        return self.program.precisions
 
     @property
     def parts(self) -> SplitModule:  # noqa: D102

@@ -1,0 +1,233 @@
+"""Trackers that write files of a run directory, metrics.jsonl and TensorBoard's events; facts of a run that goes on."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
+from axonn_jax.grid import Grid
+from axonn_jax.options import typed
+from axonn_jax.terminal import say
+from axonn_jax.tracking.tracker import Asked, RunFacts, Tracker, Trackers, Value
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+FACTS = "tracked.json"
+"""File of a run directory: the run's id for trackers, and the last step that they were told of, by name of a value."""
+_MOST = 2**31  # bytes read of a log: that of ten million steps
+
+
+class JsonLines:
+    """Tracker that writes one JSON object a line, each line whole on disk at once.
+
+    A run resumed after step `RunFacts.resumed` keeps the lines up to this step; otherwise an earlier run's file in the
+    same directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
+    cannot take lines does not end the run: a line says so in the end.
+
+    Args:
+        name: The file's name.
+        warn: Printer of a line for people.
+    """
+
+    def __init__(self, name: str = METRICS, *, warn: Callable[[str], None] = lambda text: None):
+        self._name, self._warn = name, warn
+        self.known = frozenset[str]()
+        """Names of the values that are known of the step resumed."""
+        self._trouble = ""
+        """Reason for lines not written so far, which are kept for the next write."""
+
+    def start(self, run: RunFacts) -> None:
+        """Open the file, behind the step that the run goes on after."""
+        self._path = path = run.directory / self._name
+        if os.path.lexists(path) and run.resumed:
+            self._go_on_after(run.resumed)
+        elif os.path.lexists(path):
+            path.rename(_free_name(path))
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def _go_on_after(self, step: int) -> None:
+        path = self._path
+        try:
+            records, damage = _read(path)
+        except (OSError, ValueError) as error:
+            records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
+        rewritten = path.with_name(f".{path.name}.part")
+        self.known = frozenset(key for record in records if record["step"] == step for key in record)
+        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
+        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        if damage:
+            aside = _free_name(path)
+            path.rename(aside)
+            self._warn(f"warning: {path} is damaged and kept as {aside.name}; {damage}")
+        rewritten.replace(path)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write one record of numbers and texts."""
+        if shown := {name: value for name, value in values.items() if not isinstance(value, (Path, list))}:
+            self.write({"step": step, **shown})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        with self._told():
+            self._file.write(json.dumps(clean) + "\n")
+
+    def finish(self, status: int = 0) -> None:
+        """Close the file, and say where lines could not be written in time."""
+        with self._told():
+            self._file.close()
+        if self._trouble:
+            self._warn(f"warning: lines of {self._path} could not be written in time: {self._trouble}")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._trouble = self._trouble or f"{error.strerror or error}"
+
+
+class TensorBoard:
+    """Tracker that writes TensorBoard's events into `tensorboard/`.
+
+    TensorBoard drops the steps after the one resumed; another run's events are set aside.
+    """
+
+    def start(self, run: RunFacts) -> None:
+        """Open the events behind the step that the run goes on after."""
+        from tensorboardX import SummaryWriter  # the config's check has looked for it
+
+        folder, resumed = run.directory / "tensorboard", run.resumed
+        if not resumed and os.path.lexists(folder):
+            folder.rename(_free_name(folder))
+        purge = (
+            {"purge_step": resumed + 1, "filename_suffix": f".{resumed}"} if resumed else {}
+        )  # files are of a second
+        self._events: Any = SummaryWriter(str(folder), **purge)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write an event a value; a table is a text, row by row."""
+        for name, value in values.items():
+            if isinstance(value, Path):
+                from matplotlib.image import imread
+
+                self._events.add_image(name, imread(value), step, dataformats="HWC")
+            elif isinstance(value, list):
+                rows = [" | ".join(f"{key}: {part}" for key, part in row.items()) for row in value]
+                self._events.add_text(name, "\n\n".join(rows), step)
+            elif isinstance(value, str):
+                self._events.add_text(name, value, step)
+            else:
+                self._events.add_scalar(name, value, step)
+
+    def finish(self, status: int) -> None:
+        """Close the events."""
+        self._events.close()
+
+
+def known_run(directory: Path, config: Mapping[str, Any], resumed: int) -> tuple[RunFacts, dict[str, int]]:
+    """Return a run's facts, and the last step that its trackers were told of by name; its directory keeps both.
+
+    Called before lines of steps after `resumed` are dropped.
+
+    Args:
+        directory: Run directory.
+        config: Settings by dotted name.
+        resumed: Step that the run goes on after; 0: a new run, with a new id.
+    """
+    kept = _Facts(secrets.token_hex(4))
+    if resumed:
+        with contextlib.suppress(OSError, ValueError):  # damaged, or of before there were trackers: a new id
+            kept = typed(_Facts, read_json(directory / FACTS, 1 << 20))
+    told = dict(kept.told)
+    for name in (METRICS, SAMPLES) if resumed else ():
+        with contextlib.suppress(OSError, ValueError):
+            for record in _read(directory / name)[0]:
+                keys = ["samples"] if name == SAMPLES else record
+                told |= {key: max(record["step"], told.get(key, 0)) for key in keys}
+    replace_whole(directory / FACTS, (json.dumps({"id": kept.id, "told": told}) + "\n").encode())
+    return RunFacts(directory, kept.id, config, resumed), told
+
+
+@dataclass
+class _Facts:
+    """Content of `FACTS`."""
+
+    id: str
+    told: Mapping[str, int] = field(default_factory=dict)
+
+
+def tracked(
+    grid: Grid,
+    directory: str | Path,
+    *trackers: Tracker,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    resumed: int = 0,
+) -> Trackers:
+    """Return trackers for a training loop of your own, a context whose `log(step, loss=...)` tells all of them.
+
+    Only the run's first process tells. metrics.jsonl in the run directory is one of them; trackers get no value of a
+    step twice after a resume in the same directory, and the same run id.
+
+    Args:
+        grid: The grid, as `init` returns it.
+        directory: Run directory, which is made.
+        trackers: `tracking.services.WandbTracker`, `MlflowTracker`, `TensorBoard`, or your own (`tracker.Tracker`).
+        config: Settings by name, for trackers to show.
+        resumed: Step that the run goes on after, as `Trainer.load` returns it; 0: a new run.
+
+    Raises:
+        UserError: A tracker does not start.
+    """
+    if grid.rank:
+        return Trackers([], RunFacts(Path(directory), ""), {}, say)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    run, told = known_run(Path(directory), config, resumed)
+    asked = [Asked("log.dir", str(directory), JsonLines(warn=say), once=False)]
+    asked += [Asked("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
+    return Trackers(asked, run, told, say)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
+        number += 1
+    return candidate
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the readable records of a run directory, in order."""
+    return _read(directory / METRICS)[0]
+
+
+@dataclass
+class _Record:
+    """Fields of every record."""
+
+    step: int
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the readable records of a log, and a description of the other lines, empty if there are none.
+
+    A last line cut off in the middle is no fault: a killed process may leave one.
+    """
+    records, unread, first = [], 0, ""
+    for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
+        try:
+            record = parse_json(line)
+            typed(_Record, record)
+            records.append(record)
+        except ValueError as error:
+            cut_off = line.startswith(b"{") and not line.endswith(b"\n")
+            if line.strip() and not cut_off:
+                unread, first = unread + 1, first or f"line {number}: {error}"
+    return records, f"lines left out: {unread}, the first {first}" if unread else ""

@@ -1,0 +1,130 @@
+"""The protocol of a tracker, the facts of a run that it begins with, and the trackers of a run, all told alike."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+from axonn_jax.errors import UserError
+
+Value = float | str | Path | list[dict[str, Any]]
+"""A number, a text, a picture (the path of a PNG) or a table (rows of texts and numbers by column)."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its trackers know it."""
+
+    directory: Path
+    """Run directory."""
+    id: str
+    """Eight letters or digits, the same after a resume in the same directory, on whatever grid."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by dotted name."""
+    resumed: int = 0
+    """Step that the run goes on after; 0: a new run."""
+
+
+class Tracker(Protocol):
+    """Receiver of a run's values; a class of a user's own needs no base and no arguments."""
+
+    def start(self, run: RunFacts) -> None:
+        """Begin a run, or go on with it; called once, before all else."""
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Record values of a step, by name; several calls a step have different names."""
+
+    def finish(self, status: int) -> None:
+        """End the run, with its exit status; called once, after all else, unless the process is killed."""
+
+
+class Asked(NamedTuple):
+    """A tracker, and the setting that asks for it."""
+
+    field: str
+    value: Any
+    tracker: Tracker
+    once: bool = True
+    """True if the tracker is told of no value of a step twice, after a resume not of steps that it has seen before;
+    False for one that drops the steps after the one resumed."""
+
+
+class Trackers:
+    """Trackers of one run; one that fails is told of nothing more, which a line says, and the run goes on.
+
+    Args:
+        asked: The trackers.
+        run: The run; trackers are started with it.
+        told: Last step that they were told of before, by name of a value.
+        say: Printer of a line for people.
+
+    Raises:
+        UserError: A tracker does not start.
+    """
+
+    def __init__(self, asked: Iterable[Asked], run: RunFacts, told: Mapping[str, int], say: Callable[[str], None]):
+        self._asked, self._told, self._say = list(asked), told, say
+        for each in self._asked:
+            try:
+                each.tracker.start(run)
+            except UserError:
+                raise
+            except Exception as error:  # of a library's, or a stranger's code
+                raise UserError(each.field, each.value, f"a tracker that starts; {_first_line(error)}") from error
+
+    def log(self, step: int, /, **values: Value) -> None:
+        """Record values of a step, by name."""
+        self.record(step, values)
+
+    def record(self, step: int, values: Mapping[str, Value]) -> None:
+        """Record values of a step, by name."""
+        new = {name: value for name, value in values.items() if step > self._told.get(name, 0)}
+        for once, wanted in ((False, values), (True, new)):  # what a file has is not sent again
+            if wanted:
+                self._each(lambda tracker, wanted=wanted: tracker.log(step, wanted), once)  # type: ignore[misc]
+
+    def finish(self, status: int = 0) -> None:
+        """End the run; a second call does nothing."""
+        self._each(lambda tracker: tracker.finish(status))
+        self._asked = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.finish(0 if kind is None else 1)
+
+    def _each(self, call: Callable[[Tracker], None], *which: bool) -> None:
+        for each in [each for each in self._asked if not which or each.once in which]:
+            try:
+                call(each.tracker)
+            except Exception as error:  # of a library's, or a stranger's code: no reason to end a run
+                self._asked.remove(each)
+                self._say(f"warning: {each.field} = {each.value!r}: {_first_line(error)}; nothing more is sent there")
+
+
+def own_tracker(name: str) -> Tracker:
+    """Return the tracker of a class named as `package.module:Class`; raise ``UserError`` where there is no such one.
+
+    The current directory is searched as `python -m` would search it.
+    """
+    module, _, path = name.partition(":")
+    accepted = "the name of a class with start, log and finish, as package.module:Class"
+    if not (module and path.isidentifier()):
+        raise UserError("log.tracker", name, accepted)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        made: Any = getattr(importlib.import_module(module), path)()
+    except Exception as error:  # of a stranger's code
+        raise UserError("log.tracker", name, f"{accepted}; {_first_line(error)}") from error
+    if missing := [each for each in ("start", "log", "finish") if not callable(getattr(made, each, None))]:
+        raise UserError("log.tracker", name, f"{accepted}; it has no {missing[0]}")
+    return made  # type: ignore[no-any-return]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

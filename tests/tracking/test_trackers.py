@@ -1,0 +1,224 @@
+"""Trackers: what metrics.jsonl and TensorBoard keep over a resume, and that others are told of each step once."""
+
+import json
+import math
+import os
+import struct
+
+import pytest
+
+import axonn_jax as ax
+from axonn_jax.errors import UserError
+from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, known_run, read_metrics
+from axonn_jax.tracking.tracker import Asked, RunFacts, Trackers, own_tracker
+
+
+def test_each_record_is_a_line_at_once_and_json(tmp_path):
+    log = JsonLines()
+    log.start(RunFacts(tmp_path, "id"))
+    log.log(1, {"loss": 2.5, "picture": tmp_path / "loss.png", "samples": [{"text": "not here"}]})
+    log.log(1, {"samples": []})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
+    log.log(2, {"loss": math.nan})
+    log.finish()
+    assert read_metrics(tmp_path)[1] == {"step": 2, "loss": None}
+
+
+def logged(folder, *records, made=JsonLines, resumed=0, **options):
+    log = made(**options)
+    log.start(RunFacts(folder, "id", resumed=resumed))
+    for record in records:
+        log.log(record.pop("step"), record)
+    log.finish(0)
+
+
+def test_an_earlier_runs_metrics_are_kept(tmp_path):
+    for value in (1.0, 2.0, 3.0):
+        logged(tmp_path, {"step": 1, "loss": value})
+    assert read_metrics(tmp_path)[0]["loss"] == 3.0
+    assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"] == 1.0
+    assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["loss"] == 2.0
+
+
+def shown(folder):
+    """Steps of the losses that TensorBoard shows: a session's start drops what came before from its step on."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    steps = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        raw = path.read_bytes()
+        while raw:
+            (size,) = struct.unpack("<Q", raw[:8])
+            event, raw = Event.FromString(raw[12 : 12 + size]), raw[16 + size :]
+            if event.session_log.status == event.session_log.START and event.HasField("session_log"):
+                steps = [step for step in steps if step < event.step]
+            steps += [event.step for value in event.summary.value if value.tag == "loss"]
+    return steps
+
+
+def test_tensorboard_shows_a_resumed_runs_steps_once_and_no_other_runs(tmp_path):
+    for first, resumed in ((1, 0), (4, 3), (1, 0)):
+        records = ({"step": step, "loss": 1.0 / step} for step in range(first, first + 5))
+        logged(tmp_path, *records, made=TensorBoard, resumed=resumed)
+    assert shown(tmp_path / "tensorboard.1") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert shown(tmp_path / "tensorboard") == [1, 2, 3, 4, 5]
+
+
+DAMAGES = {
+    "a number": b"12\n",
+    "not UTF-8": b"\xff\xfe\x00\n",
+    "no step": b'{"loss": 1.0}\n',
+    "a step that is none": b'{"step": true, "loss": 1.0}\n',
+    "not finite": b'{"step": 3, "loss": 1e999}\n',
+    "deep": b"[" * 200_000 + b"\n",
+    "a list": b'["step"]\n',
+    "half a line": b'"step": 2}\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("at", ["middle", "end"])
+def test_a_run_goes_on_with_the_lines_that_can_be_read(damage, at, tmp_path):
+    lines = [b'{"step": 1, "loss": 2.0}\n', b'{"step": 2, "loss": 1.0}\n']
+    lines.insert(1 if at == "middle" else 2, DAMAGES[damage])
+    path, told = tmp_path / "metrics.jsonl", []
+    path.write_bytes(b"".join(lines))
+    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == b"".join(lines), "nothing of a user's is lost"
+    (line,) = told
+    assert "metrics.jsonl is damaged and kept as metrics.1.jsonl; lines left out: 1, the first line " in line
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link"])
+def test_what_is_no_log_is_kept_under_another_name(kind, tmp_path):
+    path, told = tmp_path / "metrics.jsonl", []
+    if kind == "directory":
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [3]
+    assert (tmp_path / "metrics.1.jsonl").is_symlink() or (tmp_path / "metrics.1.jsonl").exists()
+    assert kind != "directory" or (tmp_path / "metrics.1.jsonl/notes.txt").read_text() == "mine"
+    assert len(told) == 1
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out_and_no_damage(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+    told = []
+    logged(tmp_path, resumed=1, warn=told.append)
+    assert not told
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+class Kept:
+    """A tracker as a user writes one: no base, and what it is told in a list."""
+
+    fails = ""
+
+    def __init__(self):
+        self.told = []
+
+    def start(self, run):
+        if self.fails == "start":
+            raise RuntimeError("no server\nat all")
+        self.told.append(run.id)
+
+    def log(self, step, values):
+        if self.fails == "log":
+            raise ConnectionError("gone")
+        self.told.append((step, *values))
+
+    def finish(self, status):
+        self.told.append(status)
+
+
+def run_of(folder, steps, resumed=0, last_evaluated=()):
+    """What a tracker is told of a run of these steps, beside metrics.jsonl."""
+    lines, kept = JsonLines(), Kept()
+    run, told = known_run(folder, {}, resumed)
+    with Trackers([Asked("log.dir", "", lines, once=False), Asked("log.tracker", "", kept)], run, told, print) as log:
+        for step in steps:
+            log.log(step, loss=1.0 / step)
+            if step in last_evaluated:
+                log.log(step, eval_loss=2.0)
+                log.log(step, samples=[{"text": "x"}])
+    return kept.told
+
+
+def test_a_run_that_is_killed_and_resumed_twice_tells_each_step_once(tmp_path):
+    """Killed behind steps 7 and 5 of which step 4 was saved: the second death is of lines that were dropped."""
+    first = run_of(tmp_path, range(1, 8), last_evaluated=[4])
+    (tmp_path / "samples.jsonl").write_text('{"step": 4, "text": "x"}\n')
+    second = run_of(tmp_path, range(5, 6), resumed=4)
+    third = run_of(tmp_path, range(5, 10), resumed=4, last_evaluated=[8])
+    assert first[0] == second[0] == third[0], "one id"
+    assert first[1:-1] == [
+        *((n, "loss") for n in (1, 2, 3, 4)),
+        (4, "eval_loss"),
+        (4, "samples"),
+        *((n, "loss") for n in (5, 6, 7)),
+    ]
+    assert second[1:-1] == []
+    assert third[1:-1] == [(8, "loss"), (8, "eval_loss"), (8, "samples"), (9, "loss")]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9]
+    anew = run_of(tmp_path, range(1, 3))
+    assert anew[0] != first[0]
+    assert anew[1:] == [(1, "loss"), (2, "loss"), 0]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"id": 3}', b"\xff", b'{"id": "x", "told": {"loss": "a"}}'])
+def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one(damage, tmp_path):
+    (tmp_path / FACTS).write_bytes(damage)
+    run, _ = known_run(tmp_path, {}, 3)
+    assert len(run.id) == 8
+
+
+def test_a_tracker_that_fails_is_a_line_and_no_run_ends(tmp_path):
+    failing, kept, said = Kept(), Kept(), []
+    failing.fails = "log"
+    asked = [Asked("log.tracker", "own:Mine", failing), Asked("log.wandb", "p", kept)]
+    with Trackers(asked, RunFacts(tmp_path, "id"), {}, said.append) as log:
+        log.log(1, loss=1.0)
+        log.log(2, loss=1.0)
+    assert said == ["warning: log.tracker = 'own:Mine': ConnectionError: gone; nothing more is sent there"]
+    assert kept.told == ["id", (1, "loss"), (2, "loss"), 0]
+    assert failing.told == ["id"]
+
+
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path):
+    failing = Kept()
+    failing.fails = "start"
+    with pytest.raises(UserError, match=r"log.tracker = 'own:Mine': a tracker that starts; RuntimeError: no server$"):
+        Trackers([Asked("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), {}, print)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "as package.module:Class$"),
+        (":Class", "as package.module:Class$"),
+        ("no.such.module:Class", "ModuleNotFoundError: No module named 'no'"),
+        ("json:Nothing", "AttributeError: module 'json' has no attribute 'Nothing'"),
+        ("json:loads", "TypeError: "),
+        ("json:JSONDecoder", "it has no start$"),
+    ],
+)
+def test_a_name_of_no_tracker_is_one_line(name, why):
+    with pytest.raises(
+        UserError, match=f"log.tracker = '{name}': the name of a class with start, log and finish.*{why}"
+    ):
+        own_tracker(name)
+
+
+def test_a_loop_of_ones_own_is_tracked(tmp_path):
+    grid, kept = ax.init(), Kept()
+    with ax.tracked(grid, tmp_path / "own", kept, config={"lr": 0.1}) as log:
+        log.log(1, loss=2.0)
+    assert read_metrics(tmp_path / "own") == [{"step": 1, "loss": 2.0}]
+    assert kept.told[1:] == [(1, "loss"), 0]
