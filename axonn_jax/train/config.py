@@ -1,5 +1,6 @@
 """The configuration of a training run: typed tables of documented fields, without jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from axonn_jax.adapters.config import LoraConfig
@@ -44,12 +45,23 @@ class DataConfig(Settings):
 
     table = "data"
 
-    path: str
-    """Directory written by `axonn-jax prepare`, relative to the current directory."""
+    path: str = ""
+    """Directory written by `axonn-jax prepare`, relative to the current directory; or several: `mix`."""
+    mix: Mapping[str, Positive] = field(default_factory=dict)
+    """Directories in the place of `path`, each with its weight in the training rows, such as {"runs/code" = 0.7,
+    "runs/text" = 0.3}; as a flag, runs/code=0.7,runs/text=0.3."""
+    held_out: Mapping[str, str] = field(default_factory=dict)
+    """Names of further directories, whose held-out split each evaluation measures as eval_loss/NAME, such as {"math" =
+    "runs/math"}; as a flag, math=runs/math."""
     seed: Seed = 0
     """Seed of the order in which training sequences are drawn."""
     verify: bool = True
     """Compare the checksums of shards and tokenizer at the start; the processes together read all data once."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Directory of the tokenizer that a run keeps: the first, as all have the same."""
+        return self.path or next(iter(self.mix))
 
 
 @dataclass(frozen=True)
