@@ -235,8 +235,9 @@ class Checkpoints:
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
         if now["data"] != then["data"]:
-            trained = f"the data that {path} was trained on, {_OTHERWISE}"
             given = self._config.data
+            mixed = " and the mix" if given.mix else ""
+            trained = f"the data{mixed} that {path} was trained on, {_OTHERWISE}"
             raise UserError("data.mix" if given.mix else "data.path", given.mix or given.path, trained)
 
     def _facts(self, position: int) -> Mapping[str, Any]:
