@@ -77,9 +77,7 @@ class Option:
         """Placeholder of a value in help."""
         if get_origin(self.kind) is Literal:
             return "{" + ",".join(map(str, get_args(self.kind))) + "}"
-        if get_origin(self.kind) is Mapping:
-            return "KEY=VALUE,..."
-        return _NOUNS[self.kind][0]
+        return _NOUNS.get(self.kind, ("KEY=VALUE,...", "a table"))[0]
 
     @property
     def accepted(self) -> str:

@@ -132,7 +132,7 @@ class Corpora:
     def check_seq_len(self, seq_len: int) -> None:
         """Raise ``UserError`` where a split in use has no sequence so long, or rows of another length."""
         for corpus in self.all:
-            used = [("train", corpus.weight > 0), ("valid", corpus.evaluated or corpus in self.sets)]
+            used = [("train", corpus.weight > 0), ("valid", corpus.evaluated or not corpus.weight)]
             with corpus.named():
                 corpus.manifest.check_seq_len(seq_len, [split for split, needed in used if needed])
 
