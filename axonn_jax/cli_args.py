@@ -77,7 +77,7 @@ class Option:
         """Placeholder of a value in help."""
         if get_origin(self.kind) is Literal:
             return "{" + ",".join(map(str, get_args(self.kind))) + "}"
-        return _NOUNS[self.kind][0]
+        return _NOUNS.get(self.kind, ("KEY=VALUE,...", "a table"))[0]
 
     @property
     def accepted(self) -> str:
@@ -294,7 +294,7 @@ def _note(option: Option, keys: bool) -> str:
         return "repeatable"
     if option.arg.default:
         return f"default: {option.arg.default}"
-    if option.default in (None, "", ()) or (option.default is False and not keys):
+    if option.default in (None, "", (), {}) or (option.default is False and not keys):
         return ""
     shown = " ".join(map(str, option.default)) if option.many else str(option.default)
     return f"default: {shown.lower() if option.kind is bool else shown}"

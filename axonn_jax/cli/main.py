@@ -48,7 +48,7 @@ _LAUNCHERS = (  # rank, size, rank on the host
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 # Files can be missing on one host only, so for these every host's first process speaks.
-_OF_A_HOST = ("CONFIG.toml", "data.path", "log.dir")
+_OF_A_HOST = ("CONFIG.toml", "data.path", "data.mix", "data.held_out", "log.dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from axonn_jax.data.corpora import Corpora, Corpus
 from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
 from axonn_jax.errors import UserError, nearest
@@ -94,7 +95,9 @@ class _OpenShard:
 class _Batches:
     """Endless row of batches, as the random-access source for grain; any thread may read."""
 
-    samples: TokenSamples
+    data: Corpora
+    samples: tuple[TokenSamples, ...]
+    """Those of each corpus."""
     rows: tuple[int, ...]
     stride: int
     start: int
@@ -109,28 +112,36 @@ class _Batches:
         """Return the global sample numbers of a batch."""
         return [self.start + batch * self.stride + row for row in self.rows]
 
-    def index(self, number: int) -> int:
-        """Return which sample of the split has a global number."""
-        epoch, place = divmod(number, len(self.samples))
+    def place(self, number: int) -> tuple[int, int]:
+        """Return which corpus, and which sample of its split, has a global number."""
+        corpus, own = self.data.place(number)
+        samples = len(self.samples[corpus])
+        epoch, place = divmod(own, samples)
         if self.seed is None:
-            return place
+            return corpus, place
         from grain.experimental import index_shuffle
 
-        seed = _epoch_key(self.seed, epoch)
-        return int(index_shuffle(place, max_index=len(self.samples) - 1, seed=seed, rounds=4))
+        seed = _epoch_key(self.seed, epoch, corpus)
+        return corpus, int(index_shuffle(place, max_index=samples - 1, seed=seed, rounds=4))
 
     def __getitem__(self, batch: int) -> NDArray[np.int32]:
-        read = [self.samples[self.index(number)] for number in self.numbers(batch)]
-        stacked = np.stack(read) if read else np.empty((0, self.samples.seq_len + 1), np.int32)
+        read = [self._read(*self.place(number)) for number in self.numbers(batch)]
+        stacked = np.stack(read) if read else np.empty((0, self.samples[0].seq_len + 1), np.int32)
         if not self.dropped.k:
             return stacked
-        return goldfish(stacked, self.dropped.k, self.dropped.h, packed=self.samples.manifest.packed)
+        return goldfish(stacked, self.dropped.k, self.dropped.h, packed=self.data.packed)
+
+    def _read(self, corpus: int, sample: int) -> NDArray[np.int32]:
+        with self.data.trained[corpus].named():
+            return self.samples[corpus][sample]
 
 
-@lru_cache(maxsize=16)
-def _epoch_key(seed: int, epoch: int) -> int:
-    # Not grain's own seed + epoch: that makes epoch 1 of seed 0 the same as epoch 0 of seed 1.
-    return int(np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1)[0])
+@lru_cache(maxsize=64)
+def _epoch_key(seed: int, epoch: int, corpus: int) -> int:
+    # Not grain's own seed + epoch: that makes epoch 1 of seed 0 the same as epoch 0 of seed 1. Nor the same one for
+    # every corpus: two of the same length, as translations are, would meet sample by sample.
+    key = (epoch, corpus) if corpus else (epoch,)
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1)[0])
 
 
 class Loader:
@@ -140,10 +151,11 @@ class Loader:
     split's ``n`` samples once, in an order that depends on ``seed`` and ``e`` alone: place ``g % n`` holds the sample
     that grain's ``index_shuffle`` (a keyed permutation of ``range(n)``, so nothing is stored) gives for a key drawn by
     numpy's ``SeedSequence(seed, spawn_key=(e,))``. A batch is the samples ``position + r`` for ``r`` in ``rows``; then
-    ``position`` goes up by ``global_batch``. So the next batch depends only on ``seed`` and ``position``.
+    ``position`` goes up by ``global_batch``. So the next batch depends only on ``seed`` and ``position``. Of several
+    corpora each has its own epochs, through its own numbers of samples (`Corpora.place`).
 
     Args:
-        path: The directory, written by `axonn-jax prepare`, or the manifest read from it.
+        path: The directory, written by `axonn-jax prepare`, or the manifest read from it, or several as corpora.
         split: The split, train or valid.
         seq_len: Tokens of a sequence.
         global_batch: Sequences of a batch over all processes.
@@ -161,7 +173,7 @@ class Loader:
 
     def __init__(
         self,
-        path: str | Path | Manifest,
+        path: str | Path | Manifest | Corpora,
         *,
         split: str = "train",
         seq_len: int,
@@ -183,27 +195,30 @@ class Loader:
         for name, value in (("data.seed", seed), ("position", position), ("prefetch", prefetch)):
             if value < 0:
                 raise UserError(name, value, "a whole number from 0")
-        self._samples = TokenSamples(path, split, seq_len, verify=verify)
-        if shuffle and len(self._samples) > 2**32:
+        if not isinstance(path, Corpora):
+            path = Corpora((Corpus(path if isinstance(path, Manifest) else Manifest.load(path)),))
+        self._samples = tuple(TokenSamples(corpus.manifest, split, seq_len, verify=verify) for corpus in path.trained)
+        most = max(map(len, self._samples))
+        if shuffle and most > 2**32:
             # index_shuffle takes larger ones, and silently counts in 32 bits.
-            raise UserError("model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32")
+            raise UserError("model.seq_len", seq_len, f"longer sequences: {most} samples, at most 2**32")
         self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
         dropped.check()
         order = seed if shuffle else None
-        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, order, dropped)
+        self._batches = _Batches(path, self._samples, tuple(rows), global_batch, position, order, dropped)
         self._taken = 0
         self._ahead, self._fault = deque[NDArray[np.int32]](), ""
         self._iterator: Any = None
 
     @property
     def num_samples(self) -> int:
-        """The number of samples in an epoch."""
-        return len(self._samples)
+        """The number of samples in an epoch; of several corpora, in all of them."""
+        return sum(map(len, self._samples))
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the data."""
-        return self._samples.manifest
+        """The manifest of the data; of several corpora, that of the largest share."""
+        return self._samples[0].manifest
 
     @property
     def position(self) -> int:
@@ -214,9 +229,13 @@ class Loader:
         """Return the global sample numbers of batch ``batch``, counted from the first position given."""
         return self._batches.numbers(batch)
 
+    def place(self, sample: int) -> tuple[int, int]:
+        """Return which corpus, and which sample of its split, has the global number ``sample``."""
+        return self._batches.place(sample)
+
     def index(self, sample: int) -> int:
         """Return which sample of the split has the global number ``sample``."""
-        return self._batches.index(sample)
+        return self.place(sample)[1]
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
         return self
@@ -242,7 +261,7 @@ class Loader:
         return self._fault
 
     def first(self, most: int) -> list[NDArray[np.int32]]:
-        """Return the first batches, at most so many, of samples that are not shuffled, and stop reading.
+        """Return the first batches, at most so many, of one directory's unshuffled samples, and stop reading.
 
         Each sample counts once: behind the last of the split a batch is filled up.
         """

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from axonn_jax.adapters.config import LoraConfig
+from axonn_jax.data.corpora import DataConfig as DataConfig
 from axonn_jax.data.goldfish import GoldfishConfig as GoldfishConfig
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
@@ -36,20 +37,6 @@ from axonn_jax.pruned.config import PruneConfig as PruneConfig
 
 LOCK = "run.lock"
 """Lock file in `log.dir`, held by the run that trains there."""
-
-
-@dataclass(frozen=True)
-class DataConfig(Settings):
-    """Source of the tokens."""
-
-    table = "data"
-
-    path: str
-    """Directory written by `axonn-jax prepare`, relative to the current directory."""
-    seed: Seed = 0
-    """Seed of the order in which training sequences are drawn."""
-    verify: bool = True
-    """Compare the checksums of shards and tokenizer at the start; the processes together read all data once."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -30,16 +30,18 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
     """Return the arguments without a flag, and every flag's dotted name with the value, in order.
 
-    A text is kept unchanged, a list has commas; another value is a number or a boolean where it reads as one. A boolean
-    is true where no value follows; any other flag then has the value `NOT_GIVEN`.
+    A text is kept unchanged, a list has commas, a table commas between KEY=VALUE; another value is a number or a
+    boolean where it reads as one. A boolean is true where no value follows; any other flag then has the value
+    `NOT_GIVEN`.
 
     Raises:
-        UserError: an argument starts with a single dash.
+        UserError: an argument starts with a single dash, or a table is none.
     """
     kinds = {f"{table}.{key}": not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
     texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
     switches = [name for name, kind in kinds.items() if kind is bool]
     lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
+    inline = {name: get_args(kind)[1] for name, kind in kinds.items() if get_origin(kind) is Mapping}
     rest: list[str] = []
     flags: list[tuple[str, object]] = []
     words = list(reversed(argv))
@@ -57,12 +59,25 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         file_next = name in switches and bool(words) and words[-1].endswith(".toml")
         if not equals and words and not words[-1].startswith("--") and not file_next:
             equals, text = "=", words.pop()
-        if equals:
+        if equals and name in inline:
+            value = _inline(name, text, inline[name])
+        elif equals:
             value = text if name in texts else text.split(",") if name in lists else _scalar(text)
         elif name in switches:
             value = True
         flags.append((name, value))
     return rest, flags
+
+
+def _inline(name: str, text: str, kind: type) -> dict[str, object]:
+    """Return the table of KEY=VALUE with commas: a number stands behind the last sign, a text behind the first one."""
+    table = dict[str, object]()
+    for entry in text.split(",") if text else ():
+        key, equals, value = entry.partition("=") if kind is str else entry.rpartition("=")
+        if not equals or key in table:
+            raise UserError(name, text, "KEY=VALUE, with commas between several, and each key once")
+        table[key] = value if kind is str else _scalar(value)
+    return table
 
 
 def _scalar(text: str) -> object:
@@ -123,7 +138,7 @@ def loads(
         checked[table][key] = typed(tables()[table][key], value, dotted)
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
         checked["log"]["dir"] = folder.replace("{name}", name)
-    return Config(**{table: _build(table, values) for table, values in checked.items()})
+    return Config(**{table: get_type_hints(Config)[table](**values) for table, values in checked.items()})
 
 
 def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
@@ -163,15 +178,6 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
     return table, key
 
 
-def _build(table: str, values: Mapping[str, Any]) -> Any:
-    cls = get_type_hints(Config)[table]
-    for f in fields(cls):
-        if f.default is MISSING and f.name not in values:
-            noun = "a directory written by `axonn-jax prepare`" if table == "data" else "a value"
-            raise UserError(f"{table}.{f.name}", NOT_GIVEN, f"required; {noun}")
-    return cls(**values)
-
-
 def _listed(names: Iterable[object]) -> str:
     return ", ".join(map(str, names))
 
@@ -200,6 +206,8 @@ def table_toml(name: str, values: Mapping[str, object]) -> str:
 def _literal(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(key)} = {_literal(own)}' for key, own in value.items())}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):

@@ -12,8 +12,8 @@ import numpy as np
 
 from axonn_jax.adapters.config import step_flops
 from axonn_jax.checkpoint.manifest import name_of
+from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.loader import Loader
-from axonn_jax.data.manifest import Manifest
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.processes import World
 from axonn_jax.documents import replace_whole
@@ -40,7 +40,7 @@ MOST_SKIPPED = 20
 class Run:
     """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
 
-    def __init__(self, config: Config, data: Manifest, world: World, trainer: Trainer, sync: HostSync):
+    def __init__(self, config: Config, data: Corpora, world: World, trainer: Trainer, sync: HostSync):
         self.config, self.data, self.trainer, self.engine, self.sync = config, data, trainer, trainer.engine, sync
         self.shape = shape = config.model.shape()
         self.directory = Path(config.log.dir)
@@ -49,9 +49,9 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
-        self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
-        valid = self._loader("valid", shuffle=False) if data.splits["valid"].tokens else None
-        self.held_out = valid.first(config.train.eval_batches) if valid else []
+        self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
+        held_out = {c.name: self._loader(path=c.manifest, split="valid", shuffle=False) for c in data.evaluated}
+        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out.items()}
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
@@ -148,10 +148,11 @@ class Run:
         if stopping:
             return self._stopped(stop, step, fault)
         error = self.checkpoints.settle()
+        done = [f"trained {steps} steps in {duration(time.monotonic() - start)}"]
+        epochs = self.data.epochs(self.train_data.position, self.shape.seq_len)
+        done += [f"{own:.3g} epochs of {name}" for name, own in epochs.items()]
         saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
-        self.say(
-            "; ".join([f"trained {steps} steps in {duration(time.monotonic() - start)}", *self._pictures(), saved])
-        )
+        self.say("; ".join([", ".join(done), *self._pictures(), saved]))
         self._say_undone()
         return 1 if error else 0
 
@@ -226,10 +227,10 @@ class Run:
         if not finite:
             self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
         if step % self.config.log.every == 0 or step == self.config.train.steps or not finite:
+            position = self.first_position + (step - self.start) * self.config.train.global_batch
             record: dict[str, Any] = {
                 "loss": loss,
-                "tokens": (self.first_position + (step - self.start) * self.config.train.global_batch)
-                * self.shape.seq_len,
+                "tokens": position * self.shape.seq_len,
                 "tokens_per_s": self.tokens / step_s,
                 "step_s": step_s,
                 "grad_norm": norm,
@@ -237,6 +238,7 @@ class Run:
                 "skipped": skipped,
                 **{key: float(value) for key, value in metrics.items() if key not in ("loss", "grad_norm", "skipped")},
                 **self._usage(step_s),
+                **{f"epochs/{name}": own for name, own in self.data.epochs(position, self.shape.seq_len).items()},
             }
             self.trackers.record(step, record)
         if step == self.remembered:
@@ -269,18 +271,15 @@ class Run:
             self.say(line)
 
     def _evaluate(self, step: int) -> None:
-        loss = self.trainer.evaluate(self.held_out)
-        self.trackers.log(step, eval_loss=loss, unigram_entropy=self.data.unigram_entropy)
-        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self.data.unigram_entropy:.4f})")
+        losses = {name: self.trainer.evaluate(batches) for name, batches in self.held_out.items()}
+        loss, entropy = self.data.mean(losses), self.data.unigram_entropy
+        named = losses if len(self.data.all) > 1 else {}
+        each = {f"eval_loss/{name}": own for name, own in named.items()}
+        self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **each)
+        shown = "".join(f", {name} {own:.4f}" for name, own in named.items())
+        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f}){shown}")
 
-    def _loader(self, split: str, **options: Any) -> Loader:
-        return Loader(
-            self.data,
-            split=split,
-            seq_len=self.shape.seq_len,
-            global_batch=self.config.train.global_batch,
-            rows=self.rows,
-            seed=self.config.data.seed,
-            verify=False,  # `train` has done it
-            **options,
-        )
+    def _loader(self, **options: Any) -> Loader:
+        batch, seed = self.config.train.global_batch, self.config.data.seed
+        given = {"seq_len": self.shape.seq_len, "global_batch": batch, "rows": self.rows, "seed": seed, **options}
+        return Loader(**given, verify=False)  # `train` has done it

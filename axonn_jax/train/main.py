@@ -15,6 +15,7 @@ from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
 from axonn_jax.channels import choose
+from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.distributed.initialize import describe, start
@@ -34,7 +35,7 @@ from axonn_jax.train.loop import Run
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer
-from axonn_jax.train.validate import residual_comm_of
+from axonn_jax.train.validate import corpora_of, residual_comm_of
 
 
 def train(config: Config, report: Callable[[BaseException], int]) -> int:
@@ -55,9 +56,10 @@ def train(config: Config, report: Callable[[BaseException], int]) -> int:
 def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     shape = config.model.shape()
     comm = residual_comm_of(config, shape)
-    data = Manifest.load(config.data.path)
-    if config.data.verify:
-        verify_data(config.data.path, sync)
+    data = corpora_of(config.data)
+    for corpus in data.all if config.data.verify else ():
+        with corpus.named():
+            verify_data(str(corpus.manifest.path), sync)
     lines = [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
     lines += _epochs(data, shape.seq_len, config.train)
@@ -101,15 +103,24 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     return status
 
 
-def _epochs(data: Manifest, seq_len: int, train: TrainConfig) -> list[str]:
+def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
     """Return lines on the rows and epochs of a run, and on how far packed rows are filled."""
-    rows, split = data.rows("train", seq_len), data.splits["train"]
-    lines = [f"{rows:,} rows to train on: {train.steps:,} steps are {train.passes(rows):.3g} epochs"]
-    if data.packed:
-        counted = (split.counted or 0) / max(split.tokens, 1)
-        lines.append(f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets")
-    lines += [] if data.splits["valid"].tokens else ["nothing of the data is held out: the run does not evaluate"]
-    return lines
+    several, every = len(data.trained) > 1, data.rows(seq_len)
+    lines = [f"{every:,} rows to train on: {train.steps:,} steps are {train.passes(every):.3g} epochs"]
+    epochs = data.epochs(train.steps * train.global_batch, seq_len)
+    weights = sum(corpus.weight for corpus in data.trained)
+    for corpus in data.trained:
+        split, rows, name = corpus.manifest.splits["train"], corpus.manifest.rows("train", seq_len), ""
+        if several:
+            name = f"{corpus.name}: "
+            share = corpus.weight / weights
+            lines.append(f"{name}{share:.3g} of the rows drawn, {epochs[corpus.name]:.3g} epochs of {rows:,} rows")
+        if data.packed:
+            counted = (split.counted or 0) / max(split.tokens, 1)
+            lines.append(f"{name}packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets")
+        if several and data.evaluated and not corpus.evaluated:
+            lines.append(f"{name}nothing is held out: evaluations leave it out")
+    return [*lines, *([] if data.evaluated else ["nothing of the data is held out: the run does not evaluate"])]
 
 
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:

@@ -43,7 +43,7 @@ def keep_settings(config: Config, directory: Path) -> None:
     Raises ``UserError`` where one cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_files(Path(config.data.path))
+    tokenizer = tokenizer_files(Path(config.data.tokenizer))
     for name in {*filter(OF_TOKENIZER.fullmatch, os.listdir(directory))} - tokenizer.keys():
         (directory / name).replace(directory / f"aside_{name}")
     for name, raw in {"config.toml": to_toml(config).encode(), **tokenizer}.items():

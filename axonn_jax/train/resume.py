@@ -17,7 +17,7 @@ from axonn_jax.checkpoint.naming import SCALE
 from axonn_jax.checkpoint.orbax import reason
 from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
-from axonn_jax.data.manifest import Manifest as DataManifest
+from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.tokenize import alike
 from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.errors import UserError
@@ -83,9 +83,9 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
 class Checkpoints:
     """Checkpoints of a training run: saves, and resuming."""
 
-    def __init__(self, config: Config, data: DataManifest, engine: Engine, sync: HostSync, say: Callable[[str], None]):
+    def __init__(self, config: Config, data: Corpora, engine: Engine, sync: HostSync, say: Callable[[str], None]):
         self._config, self._engine, self._sync, self._say = config, engine, sync, say
-        self._data = data.fingerprint("train")
+        self._data = data.fingerprint()
         self.directory = Path(config.log.dir) / FOLDER
         keep = config.checkpoint
         often = {"keep": keep.keep, "keep_every": keep.keep_every}
@@ -213,7 +213,7 @@ class Checkpoints:
 
         A line says where the data is of another tokenizer than that of the base, a pretrained directory or a run.
         """
-        data = self._config.data.path
+        data = self._config.data.tokenizer
         with together(self._sync):
             if self._sync.rank == 0 and source.is_dir():
                 keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
@@ -235,8 +235,10 @@ class Checkpoints:
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
         if now["data"] != then["data"]:
-            trained = f"the data that {path} was trained on, {_OTHERWISE}"
-            raise UserError("data.path", self._config.data.path, trained)
+            given = self._config.data
+            mixed = " and the mix" if given.mix else ""
+            trained = f"the data{mixed} that {path} was trained on, {_OTHERWISE}"
+            raise UserError("data.mix" if given.mix else "data.path", given.mix or given.path, trained)
 
     def _facts(self, position: int) -> Mapping[str, Any]:
         config = self._config

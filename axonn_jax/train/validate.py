@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
-from axonn_jax.data.manifest import SPLITS, TOKENIZER, Manifest
+from axonn_jax.data.corpora import Corpora
+from axonn_jax.data.manifest import TOKENIZER
 from axonn_jax.documents import look_at
 from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm
@@ -48,6 +49,9 @@ def check(config: Config) -> Config:
     """
     for name in ("data.path", "log.dir", *_FROM, "prune.mask_file", "train.sample_prompts"):
         look_at(name, attrgetter(name)(config))
+    for name, paths in (("data.mix", config.data.mix), ("data.held_out", config.data.held_out.values())):
+        for path in paths:
+            look_at(name, path)
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     for name, library in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(config.log, name)) and importlib.util.find_spec(library) is None:
@@ -61,21 +65,22 @@ def check(config: Config) -> Config:
     config = replace(config, lora=_lora_of(config))
     if config.model.preset is not None or "vocab" in config.model.given:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
-    manifest = _load(config.data)
-    shape = config.model.shape(default_vocab=manifest.vocab)
-    if shape.vocab < manifest.used:
-        accepted = f"at least {manifest.used}, or data without token {manifest.used - 1}"
+    data = corpora_of(config.data)
+    shape = config.model.shape(default_vocab=max(corpus.manifest.vocab for corpus in data.all))
+    if shape.vocab < (used := max(corpus.manifest.used for corpus in data.all)):
+        accepted = f"at least {used}, or data without token {used - 1}"
         raise UserError("model.vocab", shape.vocab, accepted)
     if config.checkpoint.weights and not goes_on and is_pretrained(weights := Path(config.checkpoint.weights)):
         from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
 
         check_shape(shape, weights, "checkpoint.weights")
         Pretrained(weights, "checkpoint.weights")
-    if config.train.eval_every and not manifest.splits["valid"].tokens:
-        accepted = f"0, or data with a valid split; that of {config.data.path!r} is empty (`prepare --holdout 0`)"
+    if config.train.eval_every and not data.evaluated:
+        empty = " and ".join(repr(str(corpus.manifest.path)) for corpus in data.trained)
+        accepted = f"0, or data with a valid split; that of {empty} is empty (`prepare --holdout 0`)"
         raise UserError("train.eval_every", config.train.eval_every, accepted)
-    manifest.check_seq_len(shape.seq_len, [name for name in SPLITS if name == "train" or manifest.splits[name].tokens])
-    config = replace(config, train=_with_steps(config.train, manifest.rows("train", shape.seq_len)))
+    data.check_seq_len(shape.seq_len)
+    config = replace(config, train=_with_steps(config.train, data.rows(shape.seq_len)))
     if (traced := config.log.profiled) and traced[-1] > config.train.steps:
         raise UserError("log.profile", config.log.profile, f"at most train.steps, which is {config.train.steps}")
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
@@ -140,7 +145,7 @@ def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPromp
     from axonn_jax.data.prompts import fixed_prompts
     from axonn_jax.data.tokenize import load
 
-    tokenizer = load(Path(config.data.path) / TOKENIZER)
+    tokenizer = load(Path(config.data.tokenizer) / TOKENIZER)
     return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape, "train.sample_prompts")
 
 
@@ -216,12 +221,9 @@ def check_pipeline(
     return shape, partition(costs, pipe, pipeline.virtual_stages)
 
 
-def _load(data: DataConfig) -> Manifest:
-    if not data.path:
-        raise UserError("data.path", data.path, "a directory written by `axonn-jax prepare`")
-    manifest = Manifest.load(data.path)
-    manifest.check_tokenizer()  # small, and the run's directory gets a copy
-    return manifest
+def corpora_of(data: DataConfig) -> Corpora:
+    """Read what a run trains on and evaluates with; raise ``UserError`` for directories of no use."""
+    return Corpora.load(data.path, data.mix, data.held_out)
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: bool) -> None:

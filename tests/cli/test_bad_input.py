@@ -133,7 +133,7 @@ FILES = {
     "key twice": ("[train]\nsteps = 1\nsteps = 2", "valid TOML"),
     "nested deeply": ("a = " + "[" * 5000, "valid TOML"),
     "long number": ("[train]\nsteps = " + "9" * 5000, "valid TOML"),
-    "empty": ("", "data.path = (not given): required"),
+    "empty": ("", "data.path = '': a directory written by `axonn-jax prepare`; or several with weights, data.mix"),
     "key outside tables": ("steps = 5", "not inside a table; the tables are " + TABLES + "; did you mean train.steps?"),
     "table as value": ("train = 5", "train = 5: a table"),
     "list of tables": ("[[train]]\nsteps = 5", "a table, [train]"),

@@ -143,7 +143,7 @@ def checkout(text, tmp_path):
     for name in ("examples", "scripts", "axonn_jax", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs").mkdir()
-    for name in ("text", "demo-data"):
+    for name in ("text", "demo-data", "code", "math"):
         (tmp_path / "runs" / name).symlink_to(text)
     model = pretrained.write_model(tmp_path / "runs/qwen3", QWEN, pretrained.weights(QWEN))
     shutil.copy(text / "tokenizer.json", model)
