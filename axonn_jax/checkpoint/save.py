@@ -54,8 +54,8 @@ class Saver:
 
     A `step_N` appears by one rename, after every stage's part is written and the manifest names every file with a
     checksum: a `step_N` is always complete. A failed save prints one warning, leaves the earlier checkpoints unchanged,
-    and training goes on. The `keep` newest checkpoints stay, and steps divisible by `keep_every`. `sizes` are the true
-    shapes of padded arrays.
+    and training goes on. The `keep` newest checkpoints stay, steps divisible by `keep_every`, and `best`. `sizes` are
+    the true shapes of padded arrays.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class Saver:
     ):
         self.directory, self._grid, self._sync = directory.absolute(), grid, sync
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
+        self.best = 0
+        """Step whose checkpoint stays too."""
         worlds = grid.shape.pipe if grid.size > 1 else 1
         parts = [f"part_{number:03d}" for number in range(worlds)]
         # Of an array that two parts hold, the first one's copy counts: it comes last.
@@ -228,6 +230,8 @@ class Saver:
         for path in all_steps(self.directory)[self._keep :]:
             number = step_of(path)
             if number is None or number >= step or (self._keep_every and number % self._keep_every == 0):
+                continue
+            if number == self.best:
                 continue
             removed = path.with_name(_REMOVED + path.name)
             with contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ Placement = DeviceOptimizer | OffloadedOptimizer
 
 
 @dataclass
-class Built:
+class ParamPlan:
     """Programs' view of parameters in one form."""
 
     stack: Stack
@@ -43,10 +43,10 @@ class Built:
     """Place of masters and optimizer state."""
 
 
-BuiltT = TypeVar("BuiltT", bound=Built)
+PlanT = TypeVar("PlanT", bound=ParamPlan)
 
 
-class ParamStore(Generic[BuiltT]):
+class ParamStore(Generic[PlanT]):
     """Weights, masters and optimizer state of the parameters on one mesh.
 
     State has the layers' own names, dense and whole, to everybody but the programs: an array that is held otherwise is
@@ -66,7 +66,7 @@ class ParamStore(Generic[BuiltT]):
         self,
         params: Params,
         optimizer: optax.GradientTransformation,
-        build: Callable[[PrunedLayout | None], BuiltT],
+        build: Callable[[PrunedLayout | None], PlanT],
         chooser: Pruner | None = None,
         *,
         formed: bool = True,
@@ -94,18 +94,18 @@ class ParamStore(Generic[BuiltT]):
 
     def rebuild(self) -> None:
         """Call `build` again, for the same forms."""
-        self.built = self._build(self.forms)
+        self.plan = self._build(self.forms)
         self._apply: Apply | None = None
 
     @property
     def stack(self) -> Stack:
         """How layers are stacked."""
-        return self.built.stack
+        return self.plan.stack
 
     @property
     def placement(self) -> Placement:
         """Place of masters and optimizer state."""
-        return self.built.placement
+        return self.plan.placement
 
     @property
     def mesh(self) -> Mesh:

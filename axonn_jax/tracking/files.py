@@ -16,7 +16,7 @@ from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
-from axonn_jax.tracking.tracker import Asked, RunFacts, Tracker, Trackers, Value
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FACTS = "tracked.json"
@@ -191,8 +191,8 @@ def tracked(
         return Trackers([], RunFacts(Path(directory), ""), {}, say)
     Path(directory).mkdir(parents=True, exist_ok=True)
     run, told = known_run(Path(directory), config, resumed)
-    asked = [Asked("log.dir", str(directory), JsonLines(warn=say), once=False)]
-    asked += [Asked("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
+    asked = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
+    asked += [RunTracker("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
     return Trackers(asked, run, told, say)
 
 

@@ -41,7 +41,7 @@ class Tracker(Protocol):
         """End the run, with its exit status; called once, after all else, unless the process is killed."""
 
 
-class Asked(NamedTuple):
+class RunTracker(NamedTuple):
     """A tracker, and the setting that asks for it."""
 
     field: str
@@ -65,7 +65,7 @@ class Trackers:
         UserError: A tracker does not start.
     """
 
-    def __init__(self, asked: Iterable[Asked], run: RunFacts, told: Mapping[str, int], say: Callable[[str], None]):
+    def __init__(self, asked: Iterable[RunTracker], run: RunFacts, told: Mapping[str, int], say: Callable[[str], None]):
         self._asked, self._told, self._say = list(asked), told, say
         for each in self._asked:
             try:

@@ -58,7 +58,7 @@ class TrainConfig(Settings):
     lr: Positive = 3e-4
     """Peak learning rate."""
     warmup: CountOrZero = 0
-    """Steps of linear warm-up from 0 to the peak learning rate."""
+    """Steps of linear warm-up from 0 to the peak learning rate; all steps of a shorter run, which a line says."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up: down to `min_lr_ratio` of the peak at the last step (cosine, linear), constant,
     constant and down in the last steps (wsd), or over the root of the step's number (inverse_sqrt)."""
@@ -80,6 +80,8 @@ class TrainConfig(Settings):
     """Largest global norm of gradients; larger ones are scaled down; 0: no clipping."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
+    patience: CountOrZero = 0
+    """Evaluations in a row without a lower held-out loss behind which the run ends; 0: it trains all steps."""
     eval_batches: Count = 8
     """Most global batches of an evaluation; each held-out sample counts once."""
     sample_every: CountOrZero = 0
@@ -199,6 +201,8 @@ class CheckpointConfig(Settings):
     """Number of newest checkpoints to keep; a damaged one is replaced by the one before."""
     keep_every: CountOrZero = 0
     """Multiple of steps whose checkpoints are kept for good; 0: none."""
+    best: bool = False
+    """Save behind each evaluation whose held-out loss is the lowest so far, and keep that checkpoint."""
     resume: str = "auto"
     """Checkpoint to resume from: auto (the newest valid one of log.dir, if any), never (contents of log.dir are moved
     aside), or the path of a step_N or of a run directory."""

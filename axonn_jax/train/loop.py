@@ -7,26 +7,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from axonn_jax.adapters.config import step_flops
+from axonn_jax.checkpoint.best import Best
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.loader import Loader
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.processes import World
 from axonn_jax.documents import replace_whole
-from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
 from axonn_jax.tracking.files import JsonLines, known_run
-from axonn_jax.tracking.tracker import Asked, RunFacts, Trackers
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import settings_by_name
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.metrics import Samples, keep_settings, plot_loss, trackers_of
+from axonn_jax.train.metrics import Samples, held_out_losses, keep_settings, plot_loss, trackers_of, usage
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
@@ -54,6 +53,7 @@ class Run:
         self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out.items()}
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
+        self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
         self.pruning = pruning_of(trainer)
         self.pruning.loaded()
@@ -61,13 +61,15 @@ class Run:
         """Step after which the memory report is written."""
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
-        self.lines, asked, told = JsonLines(warn=self.say), list[Asked](), dict[str, int]()
+        self.lines, asked, told = JsonLines(warn=self.say), list[RunTracker](), dict[str, int]()
         run = RunFacts(self.directory, "", resumed=self.start)
         if self.first:
             keep_settings(config, self.directory)
             run, told = known_run(self.directory, settings_by_name(config), self.start)
             asked = trackers_of(config.log, self.lines)
         self.trackers = Trackers(asked, run, told, self.say)
+        self.best = Best(held_out_losses(self.directory if self.first and self.start else None, sync))
+        self.checkpoints.saver.best = self.best.step if config.checkpoint.best else 0
         self.samples: Samples | None = None
         if config.train.sample_every:
             self.samples = Samples(config, shape, self.engine.grid, sync, run=run, say=self.say)
@@ -95,7 +97,7 @@ class Run:
             return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
-        stopping = False
+        stopping = enough = False
         with self.progress, self.profile:
             self.pruning.at(self.start)
             for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
@@ -136,23 +138,29 @@ class Run:
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 if evaluates:
-                    self._evaluate(step)
+                    saves = (self._evaluate(step) and self.config.checkpoint.best) or saves
+                    enough = 0 < self.config.train.patience <= self.best.since and step < steps
                     mark = time.monotonic()
-                if saves:
+                if saves or enough:
                     self.checkpoints.save(step, self.train_data.position)
                 if samples is not None:
                     self._sample(samples, step)
                     mark = time.monotonic()
-                if stopping:
+                if stopping or enough:
                     break
         if stopping:
             return self._stopped(stop, step, fault)
         error = self.checkpoints.settle()
-        done = [f"trained {steps} steps in {duration(time.monotonic() - start)}"]
+        done = [f"trained {step} {f'of {steps} ' if enough else ''}steps in {duration(time.monotonic() - start)}"]
         epochs = self.data.epochs(self.train_data.position, self.shape.seq_len)
         done += [f"{own:.3g} epochs of {name}" for name, own in epochs.items()]
-        saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
-        self.say("; ".join([", ".join(done), *self._pictures(), saved]))
+        saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(step)}"
+        if enough:
+            self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
+        self.say("; ".join([", ".join(done), *self._pictures(step), saved]))
+        if self.config.checkpoint.best and self._checkpoint(self.best.step).exists():
+            best = f"{self.best.loss:.4f}, is of step {self.best.step}; checkpoint {self._checkpoint(self.best.step)}"
+            self.say(f"the lowest held-out loss, {best}")
         self._say_undone()
         return 1 if error else 0
 
@@ -170,7 +178,7 @@ class Run:
         if line := self.pruning.undone():
             self.say(line)
 
-    def _pictures(self) -> list[str]:
+    def _pictures(self, step: int) -> list[str]:
         """Draw the run's pictures; return the files, separated by commas, or nothing."""
         drawn: list[Path] = []
         try:
@@ -178,7 +186,7 @@ class Run:
             if self.first:
                 drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.held_out else None), *pictures]
                 shown: dict[str, Any] = {f"pictures/{path.stem}": path for path in drawn if path.suffix == ".png"}
-                self.trackers.record(self.config.train.steps, shown)
+                self.trackers.record(step, shown)
         except (OSError, ValueError) as error:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []
@@ -237,7 +245,7 @@ class Run:
                 "lr": float(self.rate(step - 1 - (skipped if finite else skipped - 1))),
                 "skipped": skipped,
                 **{key: float(value) for key, value in metrics.items() if key not in ("loss", "grad_norm", "skipped")},
-                **self._usage(step_s),
+                **usage(self.engine.grid, self.flops, step_s),
                 **{f"epochs/{name}": own for name, own in self.data.epochs(position, self.shape.seq_len).items()},
             }
             self.trackers.record(step, record)
@@ -245,20 +253,6 @@ class Run:
             self._remember()
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now
-
-    def _usage(self, step_s: float) -> dict[str, float]:
-        """Return percent of peak and device memory, where known."""
-        devices = self.engine.grid.mesh.devices
-        used: dict[str, float] = {}
-        peak = peak_flops(devices.flat[0].device_kind)
-        if peak is not None:
-            flops = step_flops(self.shape, self.config.lora, self.config.train.global_batch)
-            used["mfu"] = flops / (step_s * self.config.grid.devices * peak)
-        local = [device for device in devices.flat if device.process_index == jax.process_index()]
-        stats = local[0].memory_stats() if local else None
-        if stats and "peak_bytes_in_use" in stats:
-            used["device_bytes"] = stats["peak_bytes_in_use"]
-        return used
 
     def _remember(self) -> None:
         """Print and write the memory report, once a step has run."""
@@ -270,7 +264,8 @@ class Run:
         for line in memory_lines(next(iter(reports.values()))):
             self.say(line)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate, record and print; return True if the loss is the lowest so far."""
         losses = {name: self.trainer.evaluate(batches) for name, batches in self.held_out.items()}
         loss, entropy = self.data.mean(losses), self.data.unigram_entropy
         named = losses if len(self.data.all) > 1 else {}
@@ -278,6 +273,9 @@ class Run:
         self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **each)
         shown = "".join(f", {name} {own:.4f}" for name, own in named.items())
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f}){shown}")
+        lowest = self.best.seen(step, loss)
+        self.checkpoints.saver.best = self.best.step if self.config.checkpoint.best else 0
+        return lowest
 
     def _loader(self, **options: Any) -> Loader:
         batch, seed = self.config.train.global_batch, self.config.data.seed

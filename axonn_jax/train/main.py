@@ -107,6 +107,8 @@ def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
     """Return lines on the rows and epochs of a run, and on how far packed rows are filled."""
     several, every = len(data.trained) > 1, data.rows(seq_len)
     lines = [f"{every:,} rows to train on: {train.steps:,} steps are {train.passes(every):.3g} epochs"]
+    if train.warmup > train.steps:
+        lines.append(f"train.warmup = {train.warmup} is longer than the run: the rate rises in all {train.steps} steps")
     epochs = data.epochs(train.steps * train.global_batch, seq_len)
     weights = sum(corpus.weight for corpus in data.trained)
     for corpus in data.trained:

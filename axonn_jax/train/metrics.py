@@ -1,4 +1,4 @@
-"""Files of a run: settings and tokenizer, those of its trackers, samples, loss.png."""
+"""Files and figures of a run: settings and tokenizer, those of its trackers, samples, loss.png."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 
 from axonn_jax.data.tokenize import ends_of
@@ -15,6 +16,7 @@ from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.documents import new_figure, replace_whole, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.hardware import peak_flops
 from axonn_jax.inference.generator import Generator
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Request
@@ -25,7 +27,7 @@ from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tracking.files import SAMPLES, JsonLines, TensorBoard, read_metrics
 from axonn_jax.tracking.services import MlflowTracker, WandbTracker
-from axonn_jax.tracking.tracker import Asked, RunFacts, own_tracker
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, own_tracker
 from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import samples_of
@@ -54,14 +56,35 @@ def keep_settings(config: Config, directory: Path) -> None:
             raise UserError("log.dir", str(directory), accepted) from None
 
 
-def trackers_of(log: LogConfig, lines: JsonLines) -> list[Asked]:
+def trackers_of(log: LogConfig, lines: JsonLines) -> list[RunTracker]:
     """Return the trackers that [log] asks for; a tracker is a line here."""
-    asked = [Asked("log.dir", log.dir, lines, once=False)]
-    asked += [Asked("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
-    asked += [Asked("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
-    asked += [Asked("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
-    asked += [Asked("log.tracker", log.tracker, own_tracker(log.tracker))] if log.tracker else []
+    asked = [RunTracker("log.dir", log.dir, lines, once=False)]
+    asked += [RunTracker("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
+    asked += [RunTracker("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
+    asked += [RunTracker("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
+    asked += [RunTracker("log.tracker", log.tracker, own_tracker(log.tracker))] if log.tracker else []
     return asked
+
+
+def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float]]:
+    """Return the held-out losses of a run that goes on, by step; the process that is given the directory reads them."""
+    records = [] if directory is None else read_metrics(directory)
+    known = [(record["step"], record["eval_loss"]) for record in records if _drawable(record.get("eval_loss"))]
+    told: list[Any] = json.loads(sync.gather(json.dumps(known))[0])
+    return [(int(step), float(loss)) for step, loss in told]
+
+
+def usage(grid: Grid, flops: float, step_s: float) -> dict[str, float]:
+    """Return a step's share of the devices' peak and a device's most bytes, where known."""
+    devices, used = grid.mesh.devices, dict[str, float]()
+    peak = peak_flops(devices.flat[0].device_kind)
+    if peak is not None:
+        used["mfu"] = flops / (step_s * grid.shape.devices * peak)
+    local = [device for device in devices.flat if device.process_index == jax.process_index()]
+    stats = local[0].memory_stats() if local else None
+    if stats and "peak_bytes_in_use" in stats:
+        used["device_bytes"] = stats["peak_bytes_in_use"]
+    return used
 
 
 class Samples:

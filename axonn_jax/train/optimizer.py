@@ -27,7 +27,8 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     1706.03762, section 5.3), whose peak ends the warm-up. A skipped step is no update. For a host's number the rate is
     computed on the host, without waiting for devices.
     """
-    warmup, rest = config.warmup, max(config.steps - config.warmup, 1)
+    warmup = min(config.warmup, config.steps)
+    rest = max(config.steps - warmup, 1)
     end = config.lr * config.min_lr_ratio
 
     def rate(step: Any) -> Any:

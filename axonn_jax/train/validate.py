@@ -107,11 +107,9 @@ def check(config: Config) -> Config:
 
 
 def _with_steps(train: TrainConfig, rows: int) -> TrainConfig:
-    """Return the settings with the steps that `train.epochs` asks for; raise ``UserError`` where warm-up is longer."""
+    """Return the settings with the steps that `train.epochs` asks for."""
     if train.epochs:
         train = replace(train, steps=max(1, round(train.epochs * rows / train.global_batch)))
-    if train.warmup > train.steps:
-        raise UserError("train.warmup", train.warmup, f"at most train.steps, which is {train.steps}")
     return train
 
 

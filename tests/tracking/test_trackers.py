@@ -10,7 +10,7 @@ import pytest
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, known_run, read_metrics
-from axonn_jax.tracking.tracker import Asked, RunFacts, Trackers, own_tracker
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, own_tracker
 
 
 def test_each_record_is_a_line_at_once_and_json(tmp_path):
@@ -142,7 +142,9 @@ def run_of(folder, steps, resumed=0, last_evaluated=()):
     """What a tracker is told of a run of these steps, beside metrics.jsonl."""
     lines, kept = JsonLines(), Kept()
     run, told = known_run(folder, {}, resumed)
-    with Trackers([Asked("log.dir", "", lines, once=False), Asked("log.tracker", "", kept)], run, told, print) as log:
+    with Trackers(
+        [RunTracker("log.dir", "", lines, once=False), RunTracker("log.tracker", "", kept)], run, told, print
+    ) as log:
         for step in steps:
             log.log(step, loss=1.0 / step)
             if step in last_evaluated:
@@ -182,7 +184,7 @@ def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one(damage, tmp_path):
 def test_a_tracker_that_fails_is_a_line_and_no_run_ends(tmp_path):
     failing, kept, said = Kept(), Kept(), []
     failing.fails = "log"
-    asked = [Asked("log.tracker", "own:Mine", failing), Asked("log.wandb", "p", kept)]
+    asked = [RunTracker("log.tracker", "own:Mine", failing), RunTracker("log.wandb", "p", kept)]
     with Trackers(asked, RunFacts(tmp_path, "id"), {}, said.append) as log:
         log.log(1, loss=1.0)
         log.log(2, loss=1.0)
@@ -195,7 +197,7 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path):
     failing = Kept()
     failing.fails = "start"
     with pytest.raises(UserError, match=r"log.tracker = 'own:Mine': a tracker that starts; RuntimeError: no server$"):
-        Trackers([Asked("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), {}, print)
+        Trackers([RunTracker("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), {}, print)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from axonn_jax.pipeline import build
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
-from axonn_jax.state.param_store import Built, ParamStore, Read, state_shapes
+from axonn_jax.state.param_store import ParamPlan, ParamStore, Read, state_shapes
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 from axonn_jax.train.config import MemoryConfig
 
@@ -57,7 +57,7 @@ class PipelineState:
         held_twice = build.shared(names)
         self.shared = {name: pp_ranks for name, pp_ranks in held_twice.items() if name in parts.trained}
         """Trained parameters that two ranks of the pipe hold, with these ranks."""
-        self.stores: dict[int, ParamStore[Built]] = {}
+        self.stores: dict[int, ParamStore[ParamPlan]] = {}
         for pp_rank, mesh in grid.meshes.items():
             own = {name: parts.params[name] for name in names[pp_rank]}
             held = parts._replace(params=own, specs={name: parts.specs[name] for name in own})
@@ -74,20 +74,20 @@ class PipelineState:
 
     def _build(
         self, held: SplitModule, shared: Collection[str], mesh: Mesh, *, split: bool
-    ) -> Callable[[PrunedLayout | None], Built]:
+    ) -> Callable[[PrunedLayout | None], ParamPlan]:
         sizes = {name: p.shape for name, p in held.trained.items()}
         trained = {name: held.specs[name] for name in sizes}
 
-        def build(forms: PrunedLayout | None) -> Built:
+        def build(forms: PrunedLayout | None) -> ParamPlan:
             shapes = sizes if forms is None else sizes | forms.value_shapes
             specs = split_over_replicas(shapes, trained, mesh) if split else trained
             settings = (self._precisions, self._memory.bucket, forms)
             update = DeviceOptimizer(self._optimizer, mesh, shapes, trained, specs, *settings)
             if self._memory.offload == "none" or not sizes:  # all of this rank's weights may be frozen
-                return Built(unstacked(held), update)
+                return ParamPlan(unstacked(held), update)
             resident = self._memory.resident_bytes
             offloaded = OffloadedOptimizer(update, resident=resident, shared=shared, progress=self._progress)
-            return Built(unstacked(held), offloaded)
+            return ParamPlan(unstacked(held), offloaded)
 
         return build
 

@@ -26,7 +26,7 @@ from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.program import exposed
-from axonn_jax.train.engines.programs import Programs
+from axonn_jax.train.engines.programs import StepPrograms
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
 from axonn_jax.train.optimizer import check_optimizer
 
@@ -112,19 +112,19 @@ class SpmdEngine:
         self._carried = job.carried
         how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
         self.store = ParamStore(
-            job.params, job.optimizer, lambda forms: Programs(*job.build(forms), memory), job.chooser, **how
+            job.params, job.optimizer, lambda forms: StepPrograms(*job.build(forms), memory), job.chooser, **how
         )
         job.params = job.carried = {}  # which the store and the steps use up
-        self.stores: Mapping[int, ParamStore[Programs]] = {0: self.store}
+        self.stores: Mapping[int, ParamStore[StepPrograms]] = {0: self.store}
         self._scale = self.programs.train_step.first_scale()
         self.steps_done = 0
         self._in_step = False
         self._evaluated: Weights | None = None
 
     @property
-    def programs(self) -> Programs:
+    def programs(self) -> StepPrograms:
         """Compiled programs for the parameters' present form."""
-        return self.store.built
+        return self.store.plan
 
     @property
     def program(self) -> Any:
