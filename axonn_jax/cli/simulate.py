@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli.plan.flags import SEQUENCES, Count, PlanFlags, asked, chosen, command, question
+from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate, PlanRequest
@@ -24,8 +24,6 @@ class Simulate(PlanFlags):
     The step is the first row of `axonn-jax plan` for the same flags, and takes the row's time if nothing is disturbed.
     """
 
-    batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device")] = None
-    """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     layers: Annotated[int | None, Arg(default="the model's", least=1)] = None
     """Number of blocks, for very long pipelines."""
     split_backward: bool = True

@@ -23,8 +23,6 @@ class Plan(PlanFlags):
     Predictions need neither the machine nor jax. docs/plan.md describes the model and its errors.
     """
 
-    batch_tokens: str
-    """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     top: Count = 5
     """Configurations to show."""
     explain: bool = False

@@ -1,15 +1,15 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+from axonn_jax.cli.plan.model import named_model
 from axonn_jax.cli.plan.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
-from axonn_jax.models.presets import preset
 from axonn_jax.options import (
     Activations,
     Offload,
@@ -63,12 +63,13 @@ class PlanFlags:
     """Model, machine, and the fixed values of the candidates on it."""
 
     model: str
-    """Name of a published model (docs/train.md lists them)."""
+    """Name of a published model (docs/train.md lists them), a configuration (.toml), or the directory of a run or of a
+    Hugging Face model."""
     machine: str
     """Name of a machine, or the path of a machine file (docs/plan.md)."""
     devices: Count
     """Number of devices: GPUs, or GCDs."""
-    batch_tokens: str | None
+    batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device, or a configuration's")] = None
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     seq: Annotated[int | None, Arg(default="the model's", least=1)] = None
     """Tokens of a sequence."""
@@ -94,7 +95,7 @@ class PlanFlags:
     """Order of a stage's tasks (pipeline.policy)."""
     precision: Precision = "auto"
     """Precision of computation; auto: the machine's half precision."""
-    density: float = 1.0
+    density: Annotated[float | None, Arg(default="the model's")] = None
     """Trained share of the blocks' kernels (prune.density)."""
     overlap: str = "all"
     """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
@@ -137,20 +138,22 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    changed = {name: size for name, size in (("seq_len", args.seq), ("layers", layers)) if size is not None}
-    shape, machine = preset(args.model, **changed), load_machine(args.machine).shared(args.devices)
-    batch = SEQUENCES * args.devices
+    changed: Any = {name: size for name, size in (("seq_len", args.seq), ("layers", layers)) if size is not None}
+    model, machine = named_model(args.model), load_machine(args.machine).shared(args.devices)
+    shape = replace(model.shape, **changed)
+    density = model.density if args.density is None else args.density
+    batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:
         batch = sequences(args.batch_tokens, shape.seq_len)
     if args.sequence_parallel and args.residual_comm == "gather":
         raise UserError("--residual-comm", args.residual_comm, "all_reduce or auto with --sequence-parallel")
-    if not 0.0 < args.density <= 1.0:
-        raise UserError("--density", args.density, "a number above 0 and at most 1")
+    if not 0.0 < density <= 1.0:
+        raise UserError("--density", density, "a number above 0 and at most 1")
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
     request = PlanRequest(
-        shape, machine, batch, precision, density=args.density, switches=_switches(args.overlap), policy=args.policy,
-        split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
+        shape, machine, batch, precision, density=density, moe=model.moe, switches=_switches(args.overlap),
+        policy=args.policy, split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
     return Question(request, args.devices, _space(args), limit)
@@ -231,9 +234,10 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     """Return the command that trains this candidate, except for the data in CONFIG.toml."""
     grid = candidate.grid
     free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
-    words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
-    words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
-    words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != preset(model).layers else []
+    named = named_model(model)
+    words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {named.words}"]
+    words += [f"--model.seq_len {seq}"] if seq else []
+    words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != named.shape.layers else []
     words += [f"--grid.{axis} {getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1]
     words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
