@@ -19,7 +19,7 @@ from axonn_jax.models.huggingface.tensor_map import Bounds, EntryMap, ExpertMap
 
 
 class StoredParameters:
-    """The parameters of a valid checkpoint under Hugging Face's names; no optimizer state is read.
+    """The parameters of a valid checkpoint, or their averages, under Hugging Face's names.
 
     Raises ``UserError`` for a shape of no family, a checkpoint of another shape, and a parameter other than 0 without a
     place in the family.
@@ -76,8 +76,9 @@ class StoredParameters:
         if self._open[0] != entry.ours:
             self._open = ("", None)  # the part before is freed first
             size = math.prod(entry.size) * self._dtype(entry).itemsize
-            part = self._checkpoint.path / self._checkpoint.manifest.arrays[PARAMS + entry.ours].part
-            self._open = (entry.ours, stored_array(part, PARAMS + entry.ours, 2 * size))
+            name = self._checkpoint.read_as(entry.ours)
+            part = self._checkpoint.path / self._checkpoint.manifest.arrays[name].part
+            self._open = (entry.ours, stored_array(part, name, 2 * size))
         return self._open[1]
 
     def _dtype(self, entry: EntryMap) -> np.dtype[Any]:

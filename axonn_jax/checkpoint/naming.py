@@ -9,9 +9,10 @@ State = dict[str, Any]
 """Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
 PARAMS, OPTIMIZER, SCALE, MASKS, CARRIED = "params.", "optimizer.", "scale.", "masks.", "state."
-"""Prefixes of names. State that is no parameter is a model's own, as the statistics of a BatchNorm. A missing count of
-skipped steps or loss scale (fp16) begins anew, an unused one is ignored. Masks say which entries of pruned parameters
-are trained; a run that trains all ignores them."""
+AVERAGE = OPTIMIZER + "average."
+"""Prefixes of names; averages are of a run with `train.ema`. State that is no parameter is a model's own, as the
+statistics of a BatchNorm. A missing count of skipped steps or loss scale (fp16) begins anew, an unused one is ignored.
+Masks say which entries of pruned parameters are trained; a run that trains all ignores them."""
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:

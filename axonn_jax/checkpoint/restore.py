@@ -16,7 +16,7 @@ from axonn_jax.checkpoint.manifest import (
     read,
     step_of,
 )
-from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE, State
+from axonn_jax.checkpoint.naming import AVERAGE, MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.orbax import read_shard, reason
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError, first_of
@@ -30,6 +30,10 @@ class Checkpoint(NamedTuple):
 
     path: Path
     manifest: CheckpointManifest
+
+    def read_as(self, parameter: str) -> str:
+        """Return the name of the array that a reader of weights alone takes: with `train.ema` a parameter's average."""
+        return AVERAGE + parameter if AVERAGE + parameter in self.manifest.arrays else PARAMS + parameter
 
 
 def newest(
@@ -155,12 +159,14 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
+    Of a run with `train.ema` their averages are read, as its evaluations did.
+
     Raises ``UserError`` naming missing, unexpected or misshapen arrays, or the unreadable file.
     """
     sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
     check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)
     try:
-        loaded = load(checkpoint, {PARAMS + name: want for name, want in abstract.items()})
+        loaded = load(checkpoint, {checkpoint.read_as(name): want for name, want in abstract.items()})
     except CorruptCheckpoint as fault:
         raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
-    return {name: loaded[PARAMS + name] for name in abstract}
+    return {name: loaded[checkpoint.read_as(name)] for name in abstract}

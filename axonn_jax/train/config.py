@@ -78,6 +78,9 @@ class TrainConfig(Settings):
     """Summand of the root of the second moment (adamw, adam)."""
     clip: NotNegative = 1.0
     """Largest global norm of gradients; larger ones are scaled down; 0: no clipping."""
+    ema: Decay = 0.0
+    """Decay of a moving average of the weights, such as 0.999, which evaluations, samples, `generate` and `convert`
+    take; 0: none."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     patience: CountOrZero = 0

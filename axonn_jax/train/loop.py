@@ -192,7 +192,8 @@ class Run:
         return [", ".join(map(str, drawn))] if drawn else []
 
     def _sample(self, samples: Samples, step: int) -> None:
-        self.trackers.log(step, samples=samples.write(step, self.trainer.model))
+        model = self.trainer.averaged if self.config.train.ema else self.trainer.model
+        self.trackers.log(step, samples=samples.write(step, model))
 
     def _checkpoint(self, step: int) -> Path:
         return self.checkpoints.directory / name_of(step)

@@ -88,6 +88,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         grid,
         microbatches=config.train.microbatches,
         clip=config.train.clip,
+        ema=config.train.ema,
         seed=config.train.seed,
         memory=config.memory,
         tensor=config.tensor,

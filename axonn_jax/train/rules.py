@@ -24,7 +24,6 @@ class Chosen:
     lora: LoraConfig = field(default_factory=LoraConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    ema: float = 0.0
     loss: bool = False
     """True for a `Trainer` with a loss of its own, of any Flax model."""
     experts: bool = True
@@ -88,8 +87,8 @@ RULES = (
     Rule("prune.scope", ("layer",), PIPE, ": no stage has all weights"),
     Rule("train.sample_every", (0,), PIPE, ": no process has all weights"),
     Rule("lora.rank", (0,), PRUNED),
-    Rule("ema", (0,), PIPE),
-    Rule("ema", (0,), PRUNED),
+    Rule("train.ema", (0,), PIPE),
+    Rule("train.ema", (0,), PRUNED),
     Rule("grid.pipe", (1,), LOSS, "; a list of layers in ax.models.SequenceModel runs in a pipeline"),
     Rule("grid.expert", (1,), LOSS),
     *_defaults(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
+from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
@@ -106,7 +106,7 @@ class Trainer:
             raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
         if not 0 <= ema < 1:
             raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
-        check_rules(Chosen(grid.shape, memory, tensor, prune, ema=ema, loss=loss is not None))
+        check_rules(Chosen(grid.shape, memory, tensor, prune, train=TrainConfig(ema=ema), loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}

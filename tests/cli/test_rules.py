@@ -27,8 +27,6 @@ PRUNING = {"density": 0.5}
 
 def refused_value(rule: Rule):
     """A value of the setting's type that the rule does not accept."""
-    if rule.key == "ema":
-        return 0.5
     table, _, name = rule.key.partition(".")
     kind = get_type_hints(type(getattr(PLAIN, table)), include_extras=True)[name]
     if get_origin(kind) is Annotated:
@@ -66,13 +64,13 @@ def test_settings_without_a_rule_between_them_pass():
         check_rules(replace(PLAIN, **words))
 
 
-IN_PYTHON = [rule for rule in RULES if rule.key.split(".")[0] in ("memory", "tensor", "prune", "ema", "grid")]
+IN_PYTHON = [rule for rule in RULES if rule.key.split(".")[0] in ("memory", "tensor", "prune", "grid")]
 
 
 @pytest.mark.parametrize("rule", IN_PYTHON, ids=lambda rule: f"{rule.key} {rule.beside.words}")
 def test_a_trainer_refuses(rule):
     chosen, _ = broken(rule)
-    settings = {name: getattr(chosen, name) for name in ("memory", "tensor", "prune", "ema")}
+    settings = {name: getattr(chosen, name) for name in ("memory", "tensor", "prune")}
     loss = {"loss": lambda model, x: model(x).mean()} if chosen.loss else {}
     with pytest.raises(UserError) as caught:
         ax.Trainer(
