@@ -31,6 +31,7 @@ from axonn_jax.data.prepare import (
     silent,
     unigram_entropy,
 )
+from axonn_jax.data.splits import origin_of
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.options import InstructionLoss, TooLong
 
@@ -68,6 +69,7 @@ def prepare_instructions(
     options: InstructionOptions,
     *,
     tokenizer: Path,
+    split: str | None = None,
     holdout: float = 0.05,
     seed: int = 0,
     force: bool = False,
@@ -90,7 +92,9 @@ def prepare_instructions(
     check_numbers(holdout, seed, shard_tokens)
     share = 0 if options.valid else holdout
     known = {*encoder.get_vocab(with_added_tokens=True).values()}
-    mix = Mix(source, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
+    report("downloading", 0, 0)
+    origin = origin_of(source, split)
+    mix = Mix(origin.files, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(known) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
@@ -137,6 +141,7 @@ def prepare_instructions(
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
             skipped=left,
             options={
+                **origin.facts,
                 "template": options.template,
                 "template_sha256": hashlib.sha256(template.source.encode()).hexdigest(),
                 "loss": options.loss,
