@@ -32,7 +32,7 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
-from axonn_jax.data.splits import origin_of
+from axonn_jax.data.splits import files_of
 from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
@@ -93,11 +93,10 @@ def prepare(
     check_numbers(holdout, seed, shard_tokens)
     out = out.resolve()
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        report("downloading", 0, 0)  # of a path on this machine nothing is
-        origin, held = origin_of(source, split, include), Holdout(holdout, seed)
-        chosen = {"include": origin.include, "exclude": exclude}
-        texts = scan(origin.source, out, **chosen, text_field=field, see=held.see, report=report)
-        if origin.facts:
+        chosen, held = files_of(source, split, include, report), Holdout(holdout, seed)
+        patterns = {"include": chosen.include, "exclude": exclude}
+        texts = scan(chosen.source, out, **patterns, text_field=field, see=held.see, report=report)
+        if chosen.facts:
             texts.not_included.clear()  # what else of the data set is in the cache
         if given is None:
             assert vocab is not None
@@ -115,7 +114,7 @@ def prepare(
             }
             begin = tokenize.begin_of(encoder) if bos else []
             splits = _encode(encoder, begin, end, texts, held, writers, report)
-        options = {**origin.facts, "include": [*include], "exclude": [*exclude]}
+        options = {**chosen.facts, "include": [*include], "exclude": [*exclude]}
         manifest = described(
             partial,
             files,

@@ -4,7 +4,7 @@ Splits are those that the data set's card lists, else those that names of files 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -21,32 +21,35 @@ _BETWEEN = "[-._0-9 /]"  # words of a file's path
 _ENDINGS = [f".{kind}{packed}" for kind, packed in product(("parquet", "jsonl", "ndjson"), ("", ".gz", ".zst"))]
 
 
-class Origin(NamedTuple):
-    """Place of documents."""
+class DataFiles(NamedTuple):
+    """Files of documents."""
 
     source: Path
-    """A folder, a file or a glob."""
+    """The folder of the files; or on this machine also one file, or a glob."""
     include: Sequence[str]
     """Patterns of the files to read in it."""
     facts: Mapping[str, str]
-    """The data set on the Hub with its commit, and the split; empty for a place on this machine."""
+    """The data set on the Hub with its commit, and the split; empty on this machine."""
 
     @property
-    def files(self) -> list[Path]:
-        """The files of a data set on the Hub, in order; for a place on this machine itself."""
+    def paths(self) -> list[Path]:
+        """Paths of the files of a data set on the Hub, in order; the source on this machine."""
         if not self.facts:
             return [self.source]
         paths = {path.relative_to(self.source).as_posix(): path for path in self.source.rglob("*") if path.is_file()}
         return [paths[name] for name in sorted(paths) if any(fnmatchcase(name, pattern) for pattern in self.include)]
 
 
-def origin_of(source: Path, split: str | None, include: Sequence[str] = ()) -> Origin:
-    """Return the place of a source's documents; files of a data set on the Hub are downloaded if needed.
+def files_of(
+    source: Path, split: str | None, include: Sequence[str], report: Callable[[str, int, int], None]
+) -> DataFiles:
+    """Return the files of a source; those of a data set on the Hub are downloaded if needed.
 
     Args:
         source: A path, or org/name or org/name@revision.
         split: SPLIT or CONFIG/SPLIT of a data set on the Hub; None: train.
         include: Patterns of files, in the place of a split's.
+        report: Called with "downloading" before that, and with two zeros.
 
     Raises:
         UserError: the Hub does not give the files, or the data set has none of this split.
@@ -56,19 +59,20 @@ def origin_of(source: Path, split: str | None, include: Sequence[str] = ()) -> O
         accepted = "left out with --include, which names files" if name else "left out: SOURCE is no name on the Hub"
         raise UserError("--split", split, accepted)
     if name is None:
-        return Origin(source, include, {})
+        return DataFiles(source, include, {})
+    report("downloading", 0, 0)
     card = found(source, "SOURCE", _ACCEPTED, "dataset", _SMALL)
     facts = {"hub": commit_of(card)}
     if include:
         wanted = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # of these `scan` chooses
-        return Origin(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*wanted, *_SMALL]), include, facts)
+        return DataFiles(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*wanted, *_SMALL]), include, facts)
     facts["split"] = split or "train"
     patterns = [*_patterns(card / _CARD, facts["split"])]
     folder = found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*patterns, *_SMALL])
-    if not (origin := Origin(folder, patterns, facts)).files:
+    if not (files := DataFiles(folder, patterns, facts)).paths:
         others = "--include names other files, and org/name@refs/convert/parquet the Hub's own tables of most formats"
         raise UserError("--split", facts["split"], f"a split with tables or JSON Lines; {others}")
-    return origin
+    return files
 
 
 def _patterns(card: Path, split: str) -> Iterator[str]:
