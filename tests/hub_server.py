@@ -163,10 +163,10 @@ class _Handler(BaseHTTPRequestHandler):
             if given["organization"] != "me":
                 return self._say(403, X_Error_Message="You have no rights here")
             self.hub.created.append(given)
-            if ("model", repo) in self.hub.commits:
-                return self._say(409, {"error": "You already created this model repo"})
-            self.hub.commit(repo, {".gitattributes": b""})
-            return self._say(200, {"url": f"{self.headers['Host']}/{repo}"})
+            known = ("model", repo) in self.hub.commits
+            if not known:
+                self.hub.commit(repo, {".gitattributes": b""})
+            return self._say(409 if known else 200, {"url": f"http://{self.headers['Host']}/{repo}"})
         return None
 
     def _preupload(self, body, repo):
@@ -206,7 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         sha = self.hub.commit(repo, files)
-        self._say(200, {"commitUrl": f"http://hub/{repo}/commit/{sha}", "commitOid": sha, "success": True})
+        url = f"http://{self.headers['Host']}/{repo}/commit/{sha}"
+        self._say(200, {"commitUrl": url, "commitOid": sha, "success": True})
 
     REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
     KIND = r"/api/(?P<kind>models|datasets)/"
