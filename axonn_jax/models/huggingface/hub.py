@@ -97,7 +97,7 @@ def check_push(text: str, field: str) -> None:
 def push(folder: Path, text: str, field: str) -> str:
     """Upload a directory to a model on the Hub, a new and private one if there is none; return org/name@commit.
 
-    Weights that an earlier upload left and this one has not are removed.
+    Of a whole model those weights are removed that an earlier upload left and this one does not have.
 
     Raises:
         UserError: the Hub does not take the files.
@@ -106,13 +106,13 @@ def push(folder: Path, text: str, field: str) -> str:
     with _asking(HubName(text, None), field, text, accepted):
         from huggingface_hub import HfApi
 
-        api = HfApi()
+        api, whole = HfApi(), any(folder.glob("model*.safetensors"))
         api.create_repo(text, private=True, exist_ok=True)
         made = api.upload_folder(
             repo_id=text,
             folder_path=folder,
             commit_message="Upload by axonn-jax convert",
-            delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
+            delete_patterns=["model*.safetensors", "model.safetensors.index.json"] if whole else None,
         )
         return f"{text}@{made.oid}"
 
