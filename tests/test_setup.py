@@ -183,7 +183,7 @@ def test_every_constraint_is_exact_and_every_dependency_is_pinned_for_every_pyth
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = project["dependencies"] + [
-        text for name in ("mpi", "mpi4jax", "data", "hf", "tensorboard", "dev", "docs") for text in extras[name]
+        text for name in ("mpi", "mpi4jax", "data", "hf", "hub", "tensorboard", "dev", "docs") for text in extras[name]
     ]
     names = {re.split(r"[\[<>=~! ]", text)[0].lower().replace("_", "-") for text in needed}
     assert not names - set(pins)

@@ -5,12 +5,12 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli.adapters import write_adapter_of
+from axonn_jax.cli.compare import compare
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Dtype = Literal["keep", "bf16", "fp32"]
 _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
-_CHECKED_TOKENS = 64
 _USUAL_TOKENS = 2048
 """Longest sequences in a new config.toml: few memories fit a model's limit, 40,960 or more."""
 
@@ -39,7 +38,8 @@ class Convert:
 
     source: Annotated[Path, Arg(positional="SOURCE")]
     """A Hugging Face directory (config.json and safetensors), a converted one, a run directory, or one of its step_N;
-    with --merge also PEFT's directory of an adapter."""
+    with --merge also PEFT's directory of an adapter. Where there is no such path: a model on the Hub, as org/name or
+    org/name@revision."""
     dest: Annotated[Path, Arg(positional="DEST")]
     """The directory to write; new, or empty."""
     dtype: Dtype = "keep"
@@ -55,6 +55,8 @@ class Convert:
     """The base of the adapters in SOURCE, if it is not where they say."""
     shard_size: float = 5.0
     """The most GB in one file."""
+    push: Annotated[str | None, Arg(default="stays here")] = None
+    """Also upload DEST to the model org/name on the Hub; a new one is private."""
     force: bool = False
     """Replace DEST if an earlier convert made it."""
     json: bool = False
@@ -75,21 +77,31 @@ def run(args: Convert) -> int:
         raise UserError("--adapter", True, "without --merge, --check and --dtype: it writes adapters alone, in fp32")
     if args.base is not None and not args.merge:
         raise UserError("--base", str(args.base), "left out without --merge")
+    from axonn_jax.models.huggingface.hub import check_push, found, push
+
+    began, accepted = time.perf_counter(), "a directory of a Hugging Face model or of a run"
+    args = replace(args, source=found(args.source, "SOURCE", accepted))
     if not args.source.is_dir():
-        raise UserError("SOURCE", str(args.source), "a directory of a Hugging Face model or of a run")
-    began = time.perf_counter()
+        raise UserError("SOURCE", str(args.source), accepted)
+    if args.push is not None:
+        check_push(args.push, "--push")
     with terminated(), Ticker("reading") as ticker:
         if args.adapter:
             result = write_adapter_of(args.source, args.dest, force=args.force)
         else:
             side = _merged(args) if args.merge else _opened(args.source)
+            if side.to_run and args.push is not None:
+                raise UserError("--push", args.push, "left out where DEST is a directory to train from")
             result = _write(side, args, ticker)
         if args.check:
             ticker.now("comparing logits")
             run_side, theirs_at = (args.dest, args.source) if side.to_run else (args.source, args.dest)
             result |= compare(run_side, theirs_at, side.shape)
+    if args.push is not None:
+        result["pushed"] = push(args.dest, args.push, "--push")
     result |= {"path": str(args.dest), "seconds": round(time.perf_counter() - began, 3)}
-    print(json.dumps(result) if args.json else _lines(result))
+    uploaded = f"\nuploaded as {result['pushed']}" if args.push is not None else ""
+    print(json.dumps(result) if args.json else _lines(result) + uploaded)
     return 0
 
 
@@ -205,6 +217,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
+    from axonn_jax.models.huggingface.hub import commit_of
     from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype
     from axonn_jax.models.presets import table_of
     from axonn_jax.train.config_file import table_toml
@@ -218,7 +231,8 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
         small[CONFIG] = with_dtype(small[CONFIG], dtype_name(planned))
     if side.to_run:
         model = table_toml("model", table_of(trained_shape(side.shape)))
-        small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': '{folder}'})}\n".encode()
+        hub = f"# The weights are {commit} of the Hub.\n\n" if (commit := commit_of(args.source)) else ""
+        small[_CONFIG] = f"{hub}{model}\n\n{table_toml('checkpoint', {'weights': '{folder}'})}\n".encode()
     source, dest = args.source.resolve(), args.dest.resolve()
     with appearing(source, dest, kind, force=args.force) as partial:
 
@@ -242,37 +256,6 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 def trained_shape(shape: "ModelShape") -> "ModelShape":
     """Return the shape with sequences of usual length, where positions are rotary and so none is cut off."""
     return shape if shape.positions == "learned" else replace(shape, seq_len=min(shape.seq_len, _USUAL_TOKENS))
-
-
-def compare(run_side: Path, theirs_at: Path, shape: "ModelShape") -> dict[str, float]:
-    """The largest difference of logits between this package's model and transformers', and the largest logit.
-
-    Both compute in float32 on the CPU.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import torch
-    import transformers
-
-    from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.programs import logits
-    from axonn_jax.inference.weights import of_run
-
-    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
-    grid = build_grid(GridShape(), jax.devices()[:1])
-    length = min(_CHECKED_TOKENS, shape.seq_len)
-    tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, length), dtype=np.int32)
-    loaded = of_run(run_side, grid, jnp.float32, shape=shape, warn=say)
-    forward = jax.jit(partial(logits, loaded.parts, grid.mesh))
-    ours = np.asarray(forward(loaded.params, tokens))
-    model = transformers.AutoModelForCausalLM.from_pretrained(theirs_at, dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
-    return {
-        "largest_difference": float(np.abs(ours[..., : shape.vocab] - theirs).max()),
-        "largest_logit": float(np.abs(theirs).max()),
-    }
 
 
 def _json(value: object) -> bytes:

@@ -47,8 +47,8 @@ _LAUNCHERS = (  # rank, size, rank on the host
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-# Files can be missing on one host only, so for these every host's first process speaks.
-_OF_A_HOST = ("CONFIG.toml", "data.path", "data.mix", "data.held_out", "log.dir")
+# Files, and the way to the Hub, can be missing on one host only, so for these every host's first process speaks.
+_OF_A_HOST = ("CONFIG.toml", "data.path", "data.mix", "data.held_out", "log.dir", "checkpoint.weights")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

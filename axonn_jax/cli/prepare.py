@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from axonn_jax.data.source import Source
 
 _OF_TEXT = {"vocab": None, "field": "text", "include": (), "exclude": ()}
-_OF_BOTH = ("tokenizer", "holdout", "seed", "force", "shard_tokens")
+_OF_BOTH = ("split", "holdout", "seed", "force", "shard_tokens")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Prepare:
 
     source: Annotated[Path, Arg(positional="SOURCE")]
     """A folder, read with all folders below; one file; or, in quotes, a pattern such as 'data/*.jsonl.zst'. Files and
-    records other than UTF-8 text are skipped and counted, as are symbolic links outside of the Hugging Face cache."""
+    records other than UTF-8 text are skipped and counted, as are symbolic links outside of the Hugging Face cache.
+    Where there is no such path: a data set on the Hub, as org/name or org/name@revision."""
 
     out: Annotated[Path, Arg(positional="OUT_DIR")]
     """The directory to write; new or empty. One prepare at a time writes there. Files put there by others meanwhile are
@@ -48,13 +49,17 @@ class Prepare:
     """Entries of the vocabulary to train, from 257. Above 65535 tokens take 4 bytes instead of 2."""
 
     tokenizer: Annotated[Path | None, Arg(default="trained")] = None
-    """An existing tokenizer.json, or a directory with one (of a pretrained model, or prepared), to use."""
+    """An existing tokenizer.json, or a directory with one (of a pretrained model, or prepared), to use; or a model
+    on the Hub, as org/name or org/name@revision."""
 
     bos: bool = False
     """Begin each document with the begin token of --tokenizer's post-processor, as Llama's has."""
 
     field: str = "text"
     """The field of a record, or column of a table, with the text of a document."""
+
+    split: Annotated[str | None, Arg(default="train")] = None
+    """The split of a data set on the Hub; CONFIG/SPLIT where its card has several configs and no default."""
 
     include: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Read only files of this pattern; repeatable. A pattern with a slash is compared with the path below SOURCE,
@@ -117,7 +122,7 @@ def run(args: Prepare) -> int:
     _check_kind(args)
     for text in args.mix:
         look_at("--mix", text.rpartition(":")[0])
-    given: dict[str, Any] = {name: getattr(args, name) for name in _OF_BOTH}
+    given: dict[str, Any] = {name: getattr(args, name) for name in _OF_BOTH} | {"tokenizer": _tokenizer(args)}
     notes: Iterable[str]
     began = time.perf_counter()
     with terminated(), Ticker("reading") as ticker:
@@ -142,6 +147,14 @@ def run(args: Prepare) -> int:
         say(line)
     print(json.dumps(_summary(manifest, seconds)) if args.json else _lines(manifest, seconds))
     return 0
+
+
+def _tokenizer(args: Prepare) -> Path | None:
+    """Return the tokenizer's path, of a name on the Hub that of its files in the cache."""
+    from axonn_jax.models.huggingface.hub import SMALL_FILES, found
+
+    accepted = "a tokenizer.json, or a directory with one"
+    return args.tokenizer and found(args.tokenizer, "--tokenizer", accepted, wanted=SMALL_FILES)
 
 
 def _check_kind(args: Prepare) -> None:

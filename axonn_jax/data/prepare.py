@@ -32,6 +32,7 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
+from axonn_jax.data.splits import files_of
 from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
@@ -59,6 +60,7 @@ def prepare(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     field: str = "text",
+    split: str | None = None,
     bos: bool = False,
     holdout: float = 0.05,
     seed: int = 0,
@@ -91,8 +93,11 @@ def prepare(
     check_numbers(holdout, seed, shard_tokens)
     out = out.resolve()
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        held = Holdout(holdout, seed)
-        texts = scan(source, out, include=include, exclude=exclude, text_field=field, see=held.see, report=report)
+        chosen, held = files_of(source, split, include, report), Holdout(holdout, seed)
+        patterns = {"include": chosen.include, "exclude": exclude}
+        texts = scan(chosen.source, out, **patterns, text_field=field, see=held.see, report=report)
+        if chosen.facts:
+            texts.not_included.clear()  # what else of the data set is in the cache
         if given is None:
             assert vocab is not None
             trained = tokenize.train(_training(texts, held, report), vocab)
@@ -109,7 +114,7 @@ def prepare(
             }
             begin = tokenize.begin_of(encoder) if bos else []
             splits = _encode(encoder, begin, end, texts, held, writers, report)
-        options = {"include": [*include], "exclude": [*exclude]}
+        options = {**chosen.facts, "include": [*include], "exclude": [*exclude]}
         manifest = described(
             partial,
             files,

@@ -175,8 +175,10 @@ def _without_links(source: Source, names: Iterator[str]) -> Iterator[str]:
         path = source.root / name
         if path.is_symlink():
             target = path.resolve()
-            snapshots = target.parent.parent / "snapshots"  # of the cache, whose links lead from them to its blobs
-            cached = target.parent.name == "blobs" and snapshots in path.parent.parents and target.is_file()
+            owners = [folder.parent for folder in path.parents if folder.name == "snapshots"]
+            # The cache's links lead from there to the blobs of a data set, or to those that all of the cache share.
+            blobs = [place / "blobs" for owner in owners for place in (owner, owner.parent)]
+            cached = any(target.is_relative_to(folder) for folder in blobs) and target.is_file()
             if target in targets or not cached:
                 source.skip("symlink", name)
                 continue

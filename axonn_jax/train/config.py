@@ -211,8 +211,8 @@ class CheckpointConfig(Settings):
     aside), or the path of a step_N or of a run directory."""
     weights: str = ""
     """Initial parameters of a run that resumes nothing: the path of a checkpoint (a step_N, or a run directory) or of a
-    pretrained directory (Hugging Face's, or one from `axonn-jax convert`); optimizer state and step are new. {folder}
-    stands for the config file's folder."""
+    pretrained directory (Hugging Face's, or one from `axonn-jax convert`), or org/name or org/name@revision of a model
+    on the Hub; optimizer state and step are new. {folder} stands for the config file's folder."""
     adapter: str = ""
     """Adapter that a run of adapters begins with, trained further beside `checkpoint.weights`: the directory of PEFT's
     files, of a run or of a checkpoint. Its rank, alpha and targets hold where [lora] leaves them out."""

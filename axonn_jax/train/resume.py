@@ -22,6 +22,7 @@ from axonn_jax.data.tokenize import alike
 from axonn_jax.distributed.host_sync import HostSync, host_sync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
+from axonn_jax.models.huggingface.hub import commit_of, found
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
 from axonn_jax.train.config import Config
@@ -30,6 +31,7 @@ from axonn_jax.train.engines.base import facts_of, shape_of, take
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import take_adapter, take_pretrained
 from axonn_jax.train.optimizer import changed_rate
+from axonn_jax.train.validate import WEIGHTS
 
 FOLDER = "checkpoints"
 _FACTS = {"position": int, "data.seed": int, "train.seed": int, "model.seq_len": int, "data": str}
@@ -105,14 +107,14 @@ class Checkpoints:
         self.saver.clean()
         weights = self._config.checkpoint.weights
         if self._engine.parts.adapters:  # adapters alone are in checkpoints
-            self._start_from(Path(weights))
-            self._lora = facts_of(self._engine, self._sync, str(Path(weights).absolute()))
+            base = self._start_from(weights)
+            self._lora = facts_of(self._engine, self._sync, str(base.absolute()))
         checkpoint = self._resumed(where)
         if checkpoint is None and (adapter := self._config.checkpoint.adapter):
             self._begin_with(Path(adapter))
         step = checkpoint.manifest.step if checkpoint is not None else 0
         if checkpoint is None and weights and not self._engine.parts.adapters:
-            self._start_from(Path(weights))
+            self._start_from(weights)
         self._set_aside(step)
         if checkpoint is None:
             return 0
@@ -173,13 +175,16 @@ class Checkpoints:
         self._check_same(checkpoint)
         take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
 
-    def _start_from(self, path: Path) -> None:
+    def _start_from(self, weights: str) -> Path:
+        """Take the parameters of a path, or of a name on the Hub, and return the path."""
+        with together(self._sync):
+            path = found(weights, "checkpoint.weights", WEIGHTS)
         anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
         if is_pretrained(path):
             take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
             self._keep_small_files(path, path)
-            self._say(f"parameters from {path}; {anew}")
-            return
+            self._say(f"parameters from {commit_of(path) or path}; {anew}")
+            return path
         checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
         if LORA in checkpoint.manifest.run:
             raise not_whole(checkpoint, "checkpoint.weights")
@@ -194,6 +199,7 @@ class Checkpoints:
         self._say(f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; {anew}{new}")
         run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
         self._keep_small_files(run / PRETRAINED, run)
+        return path
 
     def _begin_with(self, path: Path) -> None:
         """Take the values of an adapter; optimizer and data start anew."""

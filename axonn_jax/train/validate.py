@@ -1,5 +1,6 @@
 """Validation of a training configuration, without jax or a device."""
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
+from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
@@ -33,11 +35,15 @@ from axonn_jax.train.config import (
     PipelineConfig,
     TrainConfig,
 )
+from axonn_jax.train.config_file import read
 from axonn_jax.train.rules import Chosen, check_rules
 
 if TYPE_CHECKING:
     from axonn_jax.data.prompts import FixedPrompt
 
+_OF_RUN = "the directory of a checkpoint (step_N) or of a run"
+WEIGHTS = f"{_OF_RUN}, or a pretrained directory"
+"""Accepted initial weights."""
 _FROM = ("checkpoint.resume", "checkpoint.weights", "checkpoint.adapter")
 
 
@@ -70,7 +76,8 @@ def check(config: Config) -> Config:
     if shape.vocab < (used := max(corpus.manifest.used for corpus in data.all)):
         accepted = f"at least {used}, or data without token {used - 1}"
         raise UserError("model.vocab", shape.vocab, accepted)
-    if config.checkpoint.weights and not goes_on and is_pretrained(weights := Path(config.checkpoint.weights)):
+    config, weights = _with_weights(config, log.dir, goes_on=goes_on)
+    if weights is not None and not goes_on and is_pretrained(weights):
         from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
 
         check_shape(shape, weights, "checkpoint.weights")
@@ -104,6 +111,23 @@ def check(config: Config) -> Config:
     check_samples(config, shape)
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
+
+
+def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Config, Path | None]:
+    """Return the directory of the initial weights, if needed, and the settings with the commit of a name on the Hub.
+
+    A run that goes on keeps the commit that it began from. Raises ``UserError`` where the Hub does not give the files.
+    """
+    weights, run = config.checkpoint.weights, Path(log_dir) / "config.toml"
+    if goes_on and hub_name(weights) is not None and run.is_file():
+        with contextlib.suppress(UserError):
+            before = read(run).checkpoint.weights
+            weights = before if before.partition("@")[0] == weights else weights
+    needed = weights and (not goes_on or config.lora.adapts)
+    folder = found(weights, "checkpoint.weights", WEIGHTS) if needed else None
+    if folder is not None and hub_name(weights) is not None:
+        weights = commit_of(folder)
+    return replace(config, checkpoint=replace(config.checkpoint, weights=weights)), folder
 
 
 def _with_steps(train: TrainConfig, rows: int) -> TrainConfig:
@@ -188,7 +212,7 @@ def check_lora(config: Config, shape: ModelShape) -> None:
     if not config.lora.adapts:
         return
     weights = config.checkpoint.weights
-    if not weights or not Path(weights).is_dir():
+    if not weights or not (hub_name(weights) or Path(weights).is_dir()):
         accepted = "the directory of the base, a checkpoint or a pretrained one, as lora.rank is above 0"
         raise UserError("checkpoint.weights", weights, accepted)
 
@@ -239,10 +263,9 @@ def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: 
         if value and run.resolve() == Path(log.dir).resolve():
             raise UserError("log.dir", log.dir, f"another directory than {name} = {value}")
     for name, path in named.items():
-        if path and not Path(path).is_dir():
-            words = "auto, never, or " if name == "checkpoint.resume" else ""
-            pretrained = "" if words else ", or a pretrained directory"
-            raise UserError(name, path, f"{words}the directory of a checkpoint (step_N) or of a run{pretrained}")
+        later = name == "checkpoint.weights" and hub_name(path)  # a download follows all other checks
+        if path and not later and not Path(path).is_dir():
+            raise UserError(name, path, f"auto, never, or {_OF_RUN}" if name == "checkpoint.resume" else WEIGHTS)
 
 
 def _check_log(log: LogConfig) -> LogConfig:

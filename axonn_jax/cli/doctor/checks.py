@@ -57,6 +57,7 @@ _FAILS = {
 _EXTRAS = {
     "tensorboardX": ("tensorboard", "[log] tensorboard"),
     "transformers": ("hf", "convert --check"),
+    "huggingface_hub": ("hub", "names on the Hub, such as org/name"),
     "torch": ("", "convert --check, and scripts that make oracle values or compare with PyTorch"),
 }
 _IMPORTS = """

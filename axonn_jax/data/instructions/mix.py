@@ -30,7 +30,7 @@ class Mix:
     """Files of conversations, each with a weight.
 
     Args:
-        source: First file.
+        sources: First files.
         mix: More files with weights, each as FILE:WEIGHT.
         seed: Seed of the rows that a share takes.
         takes: Function of a message's key that is true if the template reads it.
@@ -41,7 +41,7 @@ class Mix:
 
     def __init__(
         self,
-        source: Path,
+        sources: Sequence[Path],
         mix: Sequence[str],
         seed: int,
         takes: Callable[[str], bool],
@@ -50,7 +50,7 @@ class Mix:
         skip_bad: bool = False,
         valid: Path | None = None,
     ):
-        self.files = [(source, "SOURCE", 1.0), *map(_weighted, mix)]
+        self.files = [*((path, "SOURCE", 1.0) for path in sources), *map(_weighted, mix)]
         if valid and not valid.is_file():
             raise UserError("--valid", str(valid), "a file of conversations")
         self._valid = valid

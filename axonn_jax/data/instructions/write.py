@@ -31,6 +31,7 @@ from axonn_jax.data.prepare import (
     silent,
     unigram_entropy,
 )
+from axonn_jax.data.splits import files_of
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.options import InstructionLoss, TooLong
 
@@ -68,6 +69,7 @@ def prepare_instructions(
     options: InstructionOptions,
     *,
     tokenizer: Path,
+    split: str | None = None,
     holdout: float = 0.05,
     seed: int = 0,
     force: bool = False,
@@ -90,7 +92,8 @@ def prepare_instructions(
     check_numbers(holdout, seed, shard_tokens)
     share = 0 if options.valid else holdout
     known = {*encoder.get_vocab(with_added_tokens=True).values()}
-    mix = Mix(source, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
+    chosen = files_of(source, split, (), report)
+    mix = Mix(chosen.paths, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(known) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
@@ -136,17 +139,7 @@ def prepare_instructions(
             splits=splits,
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
             skipped=left,
-            options={
-                "template": options.template,
-                "template_sha256": hashlib.sha256(template.source.encode()).hexdigest(),
-                "loss": options.loss,
-                "too_long": options.too_long,
-                "mix": [*options.mix],
-                "bos": options.bos,
-                "holdout": holdout,
-                "valid": str(options.valid or ""),
-                "seed": seed,
-            },
+            options={**chosen.facts, **_given(options, template.source), "holdout": holdout, "seed": seed},
         )
     lines = [
         *_left_out(manifest, unused),
@@ -155,6 +148,19 @@ def prepare_instructions(
         *_ends(encoder, tokenizer, rows),
     ]
     return manifest, lines
+
+
+def _given(options: InstructionOptions, template: str) -> dict[str, Any]:
+    """The options as a manifest has them."""
+    return {
+        "template": options.template,
+        "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+        "loss": options.loss,
+        "too_long": options.too_long,
+        "mix": [*options.mix],
+        "bos": options.bos,
+        "valid": str(options.valid or ""),
+    }
 
 
 class _Rows:

@@ -48,10 +48,15 @@ def is_pretrained(directory: Path) -> bool:
 
 
 def root_of(directory: Path) -> Path:
-    """The directory that links may lead into: itself, or that of a model in the Hub's cache, where all are links."""
+    """The directory that links may lead into: itself; in the Hub's cache, where all are links, the one with the files.
+
+    That is the model's, or the whole cache where models share files (huggingface_hub from 2.4 with Xet).
+    """
     resolved = directory.resolve()
-    cached = resolved.parent.name == "snapshots" and (resolved.parent.parent / "blobs").is_dir()
-    return resolved.parent.parent if cached else resolved
+    model = resolved.parent.parent
+    if resolved.parent.name != "snapshots" or not (model / "blobs").is_dir():
+        return resolved
+    return model.parent if (model.parent / "blobs").is_dir() else model
 
 
 def no_model(directory: Path, field: str, missing: str) -> UserError:
