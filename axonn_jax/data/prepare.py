@@ -32,10 +32,10 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
-from axonn_jax.data.splits import files_of
 from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
+from axonn_jax.models.huggingface.splits import files_of
 from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20

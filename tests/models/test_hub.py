@@ -14,8 +14,8 @@ from commands import refusal
 from hub_server import TOKEN, Hub, files_of, serving, session
 from instruction_data import rows
 
-from axonn_jax.data.splits import _patterns
 from axonn_jax.models.huggingface.hub import HubName, hub_name
+from axonn_jax.models.huggingface.splits import _patterns
 
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--train.steps", "1"]
 CARD = b"""---

@@ -31,8 +31,8 @@ from axonn_jax.data.prepare import (
     silent,
     unigram_entropy,
 )
-from axonn_jax.data.splits import files_of
 from axonn_jax.errors import UserError, first_of
+from axonn_jax.models.huggingface.splits import files_of
 from axonn_jax.options import InstructionLoss, TooLong
 
 _WORD = np.dtype("uint32")
