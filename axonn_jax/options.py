@@ -14,7 +14,7 @@ from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 
 T = TypeVar("T")
 
-Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor"]
+Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw_bf16"]
 Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 """Schedule of the learning rate after the warm-up."""
 

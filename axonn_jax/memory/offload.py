@@ -52,14 +52,15 @@ class OffloadedOptimizer:
         self._on_devices, self.mesh, self._precisions = on_devices, mesh, precisions
         self._shapes, self._progress = dict(shapes), progress
         abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        elementwise = check_offload(optimizer, "memory.offload = optimizer", abstract)
         self._placed = {name: on_host(NamedSharding(mesh, state_specs[name])) for name in shapes}
-        # What elementwise optimizers do may depend on the number of dims alone.
-        seen = {
-            name: jax.ShapeDtypeStruct((1,) * len(form.shape), form.dtype) if elementwise else form
-            for name, form in abstract.items()
-        }
-        treated = treatments(optimizer, seen)
+        # What elementwise optimizers do may depend on the name and the number of dims alone.
+        small = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), p.dtype) for name, p in abstract.items()}
+        treated = treatments(optimizer, small)
+        one = {number: name for name, number in treated.items()}
+        each = {name: abstract[name] for name in one.values()}
+        elementwise = check_offload(optimizer, "memory.offload = optimizer", each)
+        if not elementwise:
+            treated = treatments(optimizer, abstract)
         forms = {
             name: UpdateForm(
                 self._placed[name].shard_shape(shape),

@@ -1,6 +1,7 @@
 """Traits of an optimizer, found by trial: elementwise, one parameter at a time, and the owners of its state."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -103,9 +104,9 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
 def check_offload(optimizer: GradientTransformation, where: str, params: Arrays) -> bool:
     """Return True if every element is updated by itself; if not, every parameter must be.
 
-    Found out by trying: a matrix and a vector, each by itself and in two parts, under names of `params` if others are
-    not updated. Raises ``UserError`` naming the transformation that looks at all parameters together, or updates
-    nothing; `where` names the option that needs it.
+    Found out by trying: a parameter of each kind that it treats alike, by itself and in two parts. Raises ``UserError``
+    naming the transformation that looks at all parameters together, or updates nothing; `where` names the option that
+    needs it.
     """
     if _splits(optimizer, _elements, shapes := _probed(optimizer, params)):
         return True
@@ -156,6 +157,12 @@ def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, i
     return numbers
 
 
+def layers_once(params: Arrays) -> Arrays:
+    """Return one of the parameters whose names differ in numbers alone, as those of layers do, of each shape."""
+    first = {(re.sub(r"\d+", "0", name), p.shape): name for name, p in params.items()}
+    return {name: params[name] for name in first.values()}
+
+
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of probes."""
 
@@ -176,13 +183,19 @@ def _looks_at_all(link: GradientTransformation, shapes: Shapes) -> bool:
 
 
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
-    """Return a matrix and a vector that the optimizer updates, as probes; names that it freezes show nothing."""
-    named = (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))
-    if not params or len(_moved(optimizer, dict(named))) == len(named):
-        return named
-    shapes = {name: (2,) * len(p.shape) for name, p in params.items()}
-    of_dims = {min(len(shapes[name]), 2): name for name in _moved(optimizer, shapes) if shapes[name]}
-    return tuple((name, _SHAPES[dims]) for dims, name in sorted(of_dims.items())) or named
+    """Return a probe of each kind of parameter that the optimizer treats in its own way, by name or number of dims.
+
+    Parameters that it freezes show nothing. Without a name that it takes: a matrix and a vector.
+    """
+    small: Any = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
+    try:
+        kinds = treatments(optimizer, small)
+    except UserError:  # masks of all parameters' names
+        kinds = {}
+    one = {kind: name for name, kind in reversed(kinds.items())}
+    moved = _moved(optimizer, {name: small[name].shape for name in one.values()})
+    probes = tuple((name, _SHAPES[min(len(small[name].shape), 2)]) for name in moved)
+    return probes or (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))
 
 
 def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

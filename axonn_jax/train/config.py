@@ -54,7 +54,8 @@ class TrainConfig(Settings):
     microbatches: Count = 1
     """Parts of a step's batch, processed one after the other with accumulated gradients."""
     optimizer: Optimizer = "adamw"
-    """Optimizer of the weights."""
+    """Optimizer of the weights. muon: of kernels, beside AdamW for the others; adamw_bf16: with first moments in bf16.
+    """
     lr: Positive = 3e-4
     """Peak learning rate."""
     warmup: CountOrZero = 0
@@ -67,7 +68,7 @@ class TrainConfig(Settings):
     decay_share: Share = 0.2
     """Share of the steps, the last ones, in which the rate falls linearly (wsd)."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay, times the learning rate (adamw, lion, adafactor; adam and sgd have none)."""
+    """Decoupled weight decay, times the learning rate (adam and sgd have none)."""
     decay_norms: bool = False
     """Weight decay of norms and biases too, not of matrices and tables alone."""
     beta1: Decay = 0.9

@@ -11,7 +11,7 @@ import optax
 
 from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
-from axonn_jax.memory.optimizer_traits import check_offload, check_update
+from axonn_jax.memory.optimizer_traits import check_offload, check_update, layers_once
 from axonn_jax.models.protocol import Model
 from axonn_jax.options import Optimizer
 from axonn_jax.tensor.params import SplitModule
@@ -94,12 +94,32 @@ def _adafactor(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 
+def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
+    """Return Muon for kernels, matrices that are multiplied with, at AdamW's scale of updates (arXiv 2502.16982).
+
+    Tables, vectors and experts' kernels are AdamW's.
+    """
+
+    def matrices(params: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = optax.contrib.MuonDimensionNumbers()
+        ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}  # optax also asks with parts masked
+        return {name: numbers if rank == 2 and name.endswith(".kernel") else None for name, rank in ranks.items()}
+
+    decay = c.weight_decay
+    return optax.contrib.muon(
+        rate, beta=c.beta1, eps=c.eps, adam_b1=c.beta1, adam_b2=c.beta2, consistent_rms=0.2, weight_decay=decay,
+        adam_weight_decay=decay, weight_decay_mask=_decay(c)["mask"], muon_weight_dimension_numbers=matrices,
+    )  # fmt: skip
+
+
 OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransformation]] = {
     "adamw": lambda rate, c: optax.adamw(rate, c.beta1, c.beta2, c.eps, **_decay(c)),
     "adam": lambda rate, c: optax.adam(rate, c.beta1, c.beta2, c.eps),
     "sgd": lambda rate, c: optax.sgd(rate, momentum=c.beta1 or None),
     "lion": lambda rate, c: optax.lion(rate, c.beta1, c.beta2, **_decay(c)),
     "adafactor": _adafactor,
+    "muon": _muon,
+    "adamw_bf16": lambda rate, c: optax.adamw(rate, c.beta1, c.beta2, c.eps, mu_dtype=jnp.bfloat16, **_decay(c)),
 }
 """Functions of a learning rate's schedule and the settings that make the optimizers of `train.optimizer`."""
 
@@ -119,7 +139,7 @@ def check_optimizer(
     params = parts.trained
     check_update(optimizer, params)
     if memory.offload != "none":
-        check_offload(optimizer, "memory.offload = optimizer", params)
+        check_offload(optimizer, "memory.offload = optimizer", layers_once(params))
     if prune.prunes and parts.adapters:
         raise UserError("prune.density", prune.density, "1 with adapters, beside which no weight is trained")
     if prune.prunes and not model.layer_period:
@@ -129,7 +149,7 @@ def check_optimizer(
 
 def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[str, Any], prune: PruneConfig) -> None:
     """Raise ``UserError`` where an optimizer looks at whole parameters, of which pruning leaves some entries."""
-    if prune.prunes and not check_offload(optimizer, "prune.density below 1", params):
+    if prune.prunes and not check_offload(optimizer, "prune.density below 1", layers_once(params)):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)
 

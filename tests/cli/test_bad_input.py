@@ -32,8 +32,12 @@ KEYS = [
     ("train.steps", "1e3", "1000.0", "an integer"),
     ("train.microbatches", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("train.lr", "-1e-3", "-0.001", "a finite number above 0"),
-    ("train.warmup", "11", "11", "at most train.steps, which is 10"),
-    ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion, adafactor; did you mean 'adam"),
+    (
+        "train.optimizer",
+        '"adamx"',
+        "'adamx'",
+        "lion, adafactor, muon, adamw_bf16; did you mean 'adam",
+    ),
     (
         "train.schedule",
         '"Cosine"',

@@ -28,8 +28,8 @@ RANGES = {
         [0, -1, 2**31],
     ),
     "an integer from 0 to 2147483647": (
-        "train.warmup train.eval_every train.sample_every pipeline.in_flight tensor.sub_batches checkpoint.every "
-        "checkpoint.keep_every prune.at_step goldfish.k lora.rank",
+        "train.warmup train.patience train.eval_every train.sample_every pipeline.in_flight tensor.sub_batches "
+        "checkpoint.every checkpoint.keep_every prune.at_step goldfish.k lora.rank",
         [-1, 2**31],
     ),
     "an integer from 0 to 4294967295": ("train.seed data.seed prune.seed", [-1, 2**32]),
@@ -43,7 +43,7 @@ RANGES = {
     ),
     "a number from 0 to 1": ("train.min_lr_ratio train.decay_share prune.threshold", [-0.1, 1.1, NAN]),
     "a probability of at least 0 and below 1": ("lora.dropout", [-0.1, 1.0, NAN]),
-    "a number of at least 0 and below 1": ("train.beta1 train.beta2", [-0.1, 1.0, NAN]),
+    "a number of at least 0 and below 1": ("train.beta1 train.beta2 train.ema", [-0.1, 1.0, NAN]),
     "a number above 0 and at most 1": ("prune.density", [0.0, 1.01, NAN]),
 }
 """Of every number outside [grid] and [model]: what is accepted, the keys, and values that are not."""

@@ -1,5 +1,6 @@
 """Optimizers that ask for the loss get it in every engine, and those that ask for more are refused by name."""
 
+import functools
 from dataclasses import replace
 
 import grids
@@ -10,6 +11,8 @@ import pytest
 from trainers import make_trainer, params
 
 from axonn_jax import GridShape, UserError
+from axonn_jax.train.config import TrainConfig
+from axonn_jax.train.optimizer import make_optimizer
 
 PLATEAU = {"factor": 0.5, "patience": 1, "rtol": 0.5}
 RATE, STEPS = 0.1, 5
@@ -57,3 +60,35 @@ def test_what_asks_for_more_is_one_line(pipe):
     for name, optimizer in REFUSED.items():
         with pytest.raises(UserError, match=rf"^optimizer = '{name}': an optax transformation of gradients[^\n]*$"):
             make_trainer(grids.model_on(grids.GPT, grids.lay(GridShape())), optimizer, grids.lay(GridShape(pipe)))
+
+
+NAMED = {
+    "zero": (GridShape(data=2, z=2, y=2), {"zero": 1}),
+    "scanned": (GridShape(x=2), {"scan_layers": "yes"}),
+    "offload": (GridShape(data=2), {"offload": "optimizer", "bucket": 2000}),
+    "pipe": (GridShape(pipe=2, y=2), {}),
+}
+
+
+@functools.cache
+def weights_after(name, where=None):
+    """Parameters after three steps with an optimizer of `train.optimizer`."""
+    axes, options = NAMED.get(where, (GridShape(), {}))
+    model_of = grids.model_on(replace(grids.GPT, seq_len=8), grids.lay(GridShape()))
+    made = make_optimizer(TrainConfig(optimizer=name, lr=1e-2, steps=10))
+    trainer = make_trainer(model_of, made, grids.lay(axes), microbatches=2, **options)
+    for _ in range(3):
+        trainer.step(BATCH)
+    trainer.close()
+    return params(trainer)
+
+
+@pytest.mark.parametrize("where", NAMED)
+@pytest.mark.parametrize("name", ["muon", "adamw_bf16"])
+def test_a_named_optimizer_is_the_same_everywhere(name, where):
+    plain, got = weights_after(name), weights_after(name, where)
+    scale = max(np.abs(value).max() for value in plain.values())
+    for key, value in plain.items():
+        # Steps are of 1e-2; a rounding to bfloat16 that falls the other way is 1/256 of a moment.
+        apart = 4e-4 if name == "adamw_bf16" else 2e-5
+        np.testing.assert_allclose(got[key], value, rtol=0, atol=apart * scale, err_msg=key)

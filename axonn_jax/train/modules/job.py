@@ -14,7 +14,7 @@ from axonn_jax.adapters.layers import check_no_adapters
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update, layers_once
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.pruned.layout import PrunedLayout
@@ -83,7 +83,7 @@ def loss_job(
     optimizer = in_own_tree(optimizer, apart.tree)
     check_update(optimizer, apart.params)
     if offloads:
-        check_offload(optimizer, "memory.offload = optimizer", apart.params)
+        check_offload(optimizer, "memory.offload = optimizer", layers_once(apart.params))
     check_elementwise(optimizer, apart.params, prune)
     if prune.prunes and not apart.kernels:
         accepted = "1 where no layer with a kernel is known: no nnx.Linear or the like, no loss of ax.parallelize_linen"
