@@ -1,7 +1,6 @@
 """Traits of an optimizer, found by trial: elementwise, one parameter at a time, and the owners of its state."""
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -155,12 +154,6 @@ def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, i
             known.append(traced)
         numbers[name] = number
     return numbers
-
-
-def layers_once(params: Arrays) -> Arrays:
-    """Return one of the parameters whose names differ in numbers alone, as those of layers do, of each shape."""
-    first = {(re.sub(r"\d+", "0", name), p.shape): name for name, p in params.items()}
-    return {name: params[name] for name in first.values()}
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

@@ -1,5 +1,6 @@
 """Optimizers of a config, from optax, and learning-rate schedules."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import optax
 
 from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
-from axonn_jax.memory.optimizer_traits import check_offload, check_update, layers_once
+from axonn_jax.memory.optimizer_traits import check_offload, check_update
 from axonn_jax.models.protocol import Model
 from axonn_jax.options import Optimizer
 from axonn_jax.tensor.params import SplitModule
@@ -127,6 +128,12 @@ OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransf
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optax transformation a config names; clipping is the trainer's."""
     return OPTIMIZERS[config.optimizer](learning_rate(config), config)
+
+
+def layers_once(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return one of the parameters whose names differ in numbers alone, as those of layers do, of each shape."""
+    first = {(re.sub(r"\d+", "0", name), p.shape): name for name, p in params.items()}
+    return {name: params[name] for name in first.values()}
 
 
 def check_optimizer(

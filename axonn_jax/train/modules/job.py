@@ -14,7 +14,7 @@ from axonn_jax.adapters.layers import check_no_adapters
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update, layers_once
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.pruned.layout import PrunedLayout
@@ -33,7 +33,7 @@ from axonn_jax.train.modules.numbers import Weight
 from axonn_jax.train.modules.own_tree import in_own_tree
 from axonn_jax.train.modules.program import LossProgram
 from axonn_jax.train.modules.proof import ROWS, Proof, Rows
-from axonn_jax.train.optimizer import check_elementwise
+from axonn_jax.train.optimizer import check_elementwise, layers_once
 
 
 def loss_job(
