@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 46_399,
+    "lines": 46_395,
     "lines of tests": 37_777,
     "lines of scripts": 14_228,
     "files": 313,

@@ -176,19 +176,15 @@ def _looks_at_all(link: GradientTransformation, shapes: Shapes) -> bool:
 
 
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
-    """Return a probe of each kind of parameter that the optimizer treats in its own way, by name or number of dims.
-
-    Parameters that it freezes show nothing. Without a name that it takes: a matrix and a vector.
-    """
+    """Return a probe of each kind of parameter that an optimizer treats in a way of its own and does not freeze."""
     small: Any = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
     try:
         kinds = treatments(optimizer, small)
     except UserError:  # masks of all parameters' names
         kinds = {}
-    one = {kind: name for name, kind in reversed(kinds.items())}
-    moved = _moved(optimizer, {name: small[name].shape for name in one.values()})
+    moved = _moved(optimizer, {name: small[name].shape for name in {k: n for n, k in kinds.items()}.values()})
     probes = tuple((name, _SHAPES[min(len(small[name].shape), 2)]) for name in moved)
-    return probes or (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))
+    return probes or (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))  # where it takes no parameter alone
 
 
 def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
