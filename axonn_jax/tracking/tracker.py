@@ -29,7 +29,10 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """Receiver of a run's values; a class of a user's own needs no base and no arguments."""
+    """Receiver of a run's values; a class of a user's own needs no base and no arguments.
+
+    One that has a function `saved(step, path)` too is told of each complete checkpoint.
+    """
 
     def start(self, run: RunFacts) -> None:
         """Begin a run, or go on with it; called once, before all else."""
@@ -66,7 +69,7 @@ class Trackers:
     """
 
     def __init__(self, asked: Iterable[RunTracker], run: RunFacts, told: Mapping[str, int], say: Callable[[str], None]):
-        self._asked, self._told, self._say = list(asked), told, say
+        self._asked, self._told, self._say, self._saved = list(asked), told, say, run.resumed
         for each in self._asked:
             try:
                 each.tracker.start(run)
@@ -85,6 +88,12 @@ class Trackers:
         for once, wanted in ((False, values), (True, new)):  # what a file has is not sent again
             if wanted:
                 self._each(lambda tracker, wanted=wanted: tracker.log(step, wanted), once)  # type: ignore[misc]
+
+    def saved(self, step: int, path: Path) -> None:
+        """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
+        if step > self._saved:
+            self._saved = step
+            self._each(lambda tracker: getattr(tracker, "saved", lambda step, path: None)(step, path))
 
     def finish(self, status: int = 0) -> None:
         """End the run; a second call does nothing."""

@@ -151,6 +151,7 @@ class Run:
         if stopping:
             return self._stopped(stop, step, fault)
         error = self.checkpoints.settle()
+        self._tell_saved()
         done = [f"trained {step} {f'of {steps} ' if enough else ''}steps in {duration(time.monotonic() - start)}"]
         epochs = self.data.epochs(self.train_data.position, self.shape.seq_len)
         done += [f"{own:.3g} epochs of {name}" for name, own in epochs.items()]
@@ -191,6 +192,10 @@ class Run:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []
 
+    def _tell_saved(self) -> None:
+        if last := self.checkpoints.saver.last:
+            self.trackers.saved(last[0], self._checkpoint(last[0]))
+
     def _sample(self, samples: Samples, step: int) -> None:
         model = self.trainer.averaged if self.config.train.ema else self.trainer.model
         self.trackers.log(step, samples=samples.write(step, model))
@@ -201,6 +206,7 @@ class Run:
     def _stopped(self, stop: StopSignals, step: int, fault: str) -> int:
         """End a run on a signal or a fault of the data: return 128 plus the signal's number, or 2; 1 if not saved."""
         error, number = self.checkpoints.settle(), stop.number()
+        self._tell_saved()
         faults = [text for text in self.sync.gather(fault) if text]
         why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
         left = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
@@ -231,6 +237,7 @@ class Run:
         now = time.monotonic()
         if not self.first:
             return now
+        self._tell_saved()
         finite = math.isfinite(loss) and math.isfinite(norm)
         step_s, skipped = now - mark, int(metrics["skipped"])
         if not finite:

@@ -23,6 +23,9 @@ class Mine:
         if self.first and step == {KILLED}:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def saved(self, step, path):
+        self.write("saved", step, (path / "manifest.json").exists())
+
     def finish(self, status):
         self.write("finish", status)
 
@@ -71,6 +74,10 @@ def test_a_tracker_of_ones_own_is_told_of_each_step_once(run):
     assert [words[0] for words in told if "loss" in words] == [*range(1, STEPS + 1)]
     assert [words[0] for words in told if "eval_loss" in words] == [2, 4, 6, 8]
     assert told[-1] == ["finish", 0]
+    saved = [words[1:] for words in told if words[0] == "saved"]
+    assert all(complete for _, complete in saved)
+    assert {2, 6, 8} <= {step for step, _ in saved}
+    assert len({step for step, _ in saved}) == len(saved), "once, over the resume too"
 
 
 def records(path):
