@@ -89,6 +89,16 @@ def test_a_pruned_configuration_is_planned_pruned(tmp_path, capsys):
     assert planned(capsys, "--model", str(file), "--density", "0.5")["density"] == 0.5
 
 
+def test_a_state_that_is_not_counted_is_said(tmp_path, capsys):
+    file = tmp_path / "own.toml"
+    file.write_text(OWN.replace("[train]", '[train]\noptimizer = "lion"\nema = 0.99'))
+    assert main(["plan", "--model", str(file), *MACHINE[:-1]]) == 0
+    words = (
+        "optimizer: AdamW's two moments a parameter are counted, in the place of train.optimizer = lion and train.ema"
+    )
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

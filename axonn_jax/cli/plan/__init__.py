@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
+from axonn_jax.cli.plan.model import named_model
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
@@ -147,6 +148,8 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
     lines.append(
         "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     )
+    if state := named_model(args.model).state:
+        lines.append(f"  optimizer: AdamW's two moments a parameter are counted, in the place of {state}")
     if best.memory.host:
         stays = f", of which {best.memory.staying / 1e9:.1f} GB stay on the device" if best.memory.staying else ""
         lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process{stays}")

@@ -26,6 +26,8 @@ class NamedModel(NamedTuple):
     """Sequences a step; None without a configuration."""
     density: float = 1.0
     moe: MoeConfig = MoeConfig()
+    state: str = ""
+    """The configuration's optimizer state where it is not what a plan counts."""
 
 
 def named_model(name: str) -> NamedModel:
@@ -63,4 +65,7 @@ def named_model(name: str) -> NamedModel:
     if known is None and config.model.preset is None and "vocab" not in config.model.given:
         raise UserError("model.vocab", NOT_GIVEN, f"given in {file}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=Manifest.load(known).vocab if known else None)
-    return NamedModel(shape, str(file), config.train.global_batch, config.prune.density, config.moe)
+    train = config.train
+    state = "" if train.optimizer in ("adamw", "adam") else f"train.optimizer = {train.optimizer}"
+    state += f"{' and ' if state else ''}train.ema = {train.ema:g}" if train.ema else ""
+    return NamedModel(shape, str(file), train.global_batch, config.prune.density, config.moe, state)
