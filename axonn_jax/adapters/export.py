@@ -57,9 +57,10 @@ def stored_adapters(
     check_shapes(checkpoint, {PARAMS + name: size for name, size in sizes.items()}, field, only=PARAMS)
     read = {}
     for name, size in sizes.items():
-        part = checkpoint.path / checkpoint.manifest.arrays[PARAMS + name].part
+        of = checkpoint.read_as(PARAMS + name)
+        part = checkpoint.path / checkpoint.manifest.arrays[of].part
         try:
-            array = stored_array(part, PARAMS + name, 8 * size[0] * size[1])
+            array = stored_array(part, of, 8 * size[0] * size[1])
             read[name] = np.asarray(array.read().result())
         except (ValueError, IndexError, OSError) as error:
             why = f"a valid checkpoint; {name}: {reason(error)}"

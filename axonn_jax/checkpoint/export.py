@@ -76,7 +76,7 @@ class StoredParameters:
         if self._open[0] != entry.ours:
             self._open = ("", None)  # the part before is freed first
             size = math.prod(entry.size) * self._dtype(entry).itemsize
-            name = self._checkpoint.read_as(entry.ours)
+            name = self._checkpoint.read_as(PARAMS + entry.ours)
             part = self._checkpoint.path / self._checkpoint.manifest.arrays[name].part
             self._open = (entry.ours, stored_array(part, name, 2 * size))
         return self._open[1]

@@ -31,9 +31,15 @@ class Checkpoint(NamedTuple):
     path: Path
     manifest: CheckpointManifest
 
-    def read_as(self, parameter: str) -> str:
+    def read_as(self, name: str) -> str:
         """Return the name of the array that a reader of weights alone takes: with `train.ema` a parameter's average."""
-        return AVERAGE + parameter if AVERAGE + parameter in self.manifest.arrays else PARAMS + parameter
+        average = AVERAGE + name.removeprefix(PARAMS)
+        return average if name.startswith(PARAMS) and average in self.manifest.arrays else name
+
+    @property
+    def averaged(self) -> bool:
+        """True if the run had `train.ema`."""
+        return any(name.startswith(AVERAGE) for name in self.manifest.arrays)
 
 
 def newest(
@@ -107,6 +113,12 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
     return {name: loaded[name] for name in wanted}
 
 
+def load_alone(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """As `load`, for a reader of weights alone: of a run with `train.ema` the averages, as its evaluations did."""
+    stored = load(checkpoint, {checkpoint.read_as(name): want for name, want in wanted.items()})
+    return {name: stored[checkpoint.read_as(name)] for name in wanted}
+
+
 def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
     """Return the sizes of the saved model; None for a save from Python by an earlier version, without sizes.
 
@@ -159,14 +171,12 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
-    Of a run with `train.ema` their averages are read, as its evaluations did.
-
     Raises ``UserError`` naming missing, unexpected or misshapen arrays, or the unreadable file.
     """
     sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
     check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)
     try:
-        loaded = load(checkpoint, {checkpoint.read_as(name): want for name, want in abstract.items()})
+        loaded = load_alone(checkpoint, {PARAMS + name: want for name, want in abstract.items()})
     except CorruptCheckpoint as fault:
         raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
-    return {name: loaded[checkpoint.read_as(name)] for name in abstract}
+    return {name: loaded[PARAMS + name] for name in abstract}

@@ -67,7 +67,7 @@ def run(args: Prune) -> int:
     )
     prune = PruneConfig(**given)  # type: ignore[arg-type]
     config = read(args.run_dir / "config.toml")
-    check_rules(Chosen(config.grid, prune=prune))  # train accepts the written config
+    check_rules(Chosen(config.grid, prune=prune, train=config.train))  # train accepts the written config
     check_masks(args.mask_file)
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()

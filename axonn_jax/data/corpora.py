@@ -133,7 +133,8 @@ class Corpora:
         """Return the mean of values of those evaluated, by the weights of training; of sets where no corpus is."""
         weights = {corpus.name: corpus.weight for corpus in self.evaluated if corpus.weight}
         weights = weights or {corpus.name: 1 for corpus in self.evaluated}
-        return sum(weight * values[name] for name, weight in weights.items()) / sum(weights.values())
+        total = sum(weights.values())  # whole numbers of any size: a quotient is a float, a product need not be one
+        return sum(weight / total * values[name] for name, weight in weights.items())
 
     @property
     def unigram_entropy(self) -> float:

@@ -89,11 +89,8 @@ class Loads:
 
         def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             own = {name: jnp.zeros_like(grad) if name in names else grad for name, grad in grads.items()}
-            updates, state = optax.with_extra_args_support(tx).update(own, state, params, **extra)
-            moved = {
-                name: moves(grads[name]) if name in names else value
-                for name, value in updates.items()  # type: ignore[union-attr]
-            }
-            return moved, state
+            biases = {name: moves(grad) for name, grad in grads.items() if name in names}
+            updates, state = optax.with_extra_args_support(tx).update(own, state, params, biases=biases, **extra)
+            return {**updates, **biases}, state  # type: ignore[dict-item]
 
         return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]

@@ -83,7 +83,8 @@ class Trackers:
         self.record(step, values)
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record values of a step, by name."""
+        """Record values of a step, by name; an array of one number is this number."""
+        values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
         new = {name: value for name, value in values.items() if step > self._told.get(name, 0)}
         for once, wanted in ((False, values), (True, new)):  # what a file has is not sent again
             if wanted:

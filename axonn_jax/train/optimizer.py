@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -183,8 +184,11 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
     def init(params: Any) -> Averaged:
         return Averaged(params, optimizer.init(params))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Averaged]:
+    def update(
+        grads: Any, state: Any, params: Any = None, biases: Any = MappingProxyType({}), **extra: Any
+    ) -> tuple[Any, Averaged]:
         updates, inner = optimizer.update(grads, state.state, params, **extra)
+        updates = {**updates, **biases} if biases else updates  # updates of routers' biases, of `experts.load`
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, after)
         return updates, Averaged(average, inner)

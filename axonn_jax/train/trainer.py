@@ -106,7 +106,8 @@ class Trainer:
             raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
         if not 0 <= ema < 1:
             raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
-        check_rules(Chosen(grid.shape, memory, tensor, prune, train=TrainConfig(ema=ema), loss=loss is not None))
+        train = TrainConfig(ema=ema, clip=clip)
+        check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}

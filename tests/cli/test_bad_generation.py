@@ -115,6 +115,9 @@ def test_directories(run_dir, place, refused, command, more):
     refused([command, "nowhere", *more], "RUN_DIR = 'nowhere': ", says)
     refused([command, "run/config.toml", *more], "RUN_DIR = 'run/config.toml': ", says)
     refused([command, *more], "RUN_DIR = (not given): required")
+    (place / "data").mkdir()
+    (place / "data" / "manifest.json").write_text('{"eot_id": 0}')  # of `prepare`
+    refused([command, "data", *more], "RUN_DIR = 'data': ", says)
     config = place / "run" / "config.toml"
     config.write_text(config.read_text().replace("vocab = 300", "vocab = 300\nwindow = 8"))
     if command == "loki":

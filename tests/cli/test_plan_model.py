@@ -99,6 +99,16 @@ def test_a_state_that_is_not_counted_is_said(tmp_path, capsys):
     assert words in capsys.readouterr().out
 
 
+def test_the_command_leaves_no_setting_of_the_file_that_was_not_planned(tmp_path, capsys):
+    file = tmp_path / "own.toml"
+    file.write_text(OWN + 'ema = 0.9\n[grid]\ndata = 3\n[memory]\noffload = "optimizer"\nzero = 1\n')
+    found = planned(capsys, "--model", str(file), "--offload", "none", "--zero", "0")
+    for best in found["configs"]:
+        config = settled(best["command"])
+        assert config.grid.devices == 16
+        assert (config.grid.pipe, config.memory.offload, config.memory.zero) == (1, "none", 0)  # as ema asks
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -142,6 +142,7 @@ def test_means_are_of_those_with_held_out_rows_by_weight(place, tmp_path):
     assert [corpus.name for corpus in data.evaluated] == ["code", "text"]
     beside = load(place, {tmp_path / "few": 1}, ["code", "text"])
     assert beside.mean(losses) == 2.5
+    assert load(place, {"code": 1e-300, "text": 1e300}).mean(losses) == 4.0
 
 
 def test_names_are_as_much_of_the_paths_as_tells_them_apart(place, tmp_path, monkeypatch):

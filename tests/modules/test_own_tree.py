@@ -163,5 +163,7 @@ def test_an_average_of_the_weights_is_evaluated_saved_and_loaded(tmp_path):
     for options in ({"ema": 1.0}, {"ema": 0.9, "prune": ax.PruneConfig(density=0.5)}):
         with pytest.raises(ax.UserError, match="ema = "):
             ax.Trainer(Net(), optax.adam(1e-2), grids.lay(GridShape()), loss=loss, **options)
+    with pytest.raises(ax.UserError, match="clip = nan: "):
+        ax.Trainer(Net(), optax.adam(1e-2), grids.lay(GridShape()), loss=loss, clip=float("nan"))
     with pytest.raises(ax.UserError, match="ema = 0: a decay"):
         _ = ax.Trainer(Net(), optax.adam(1e-2), grids.lay(GridShape()), loss=loss).averaged

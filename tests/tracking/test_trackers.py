@@ -5,6 +5,8 @@ import math
 import os
 import struct
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import axonn_jax as ax
@@ -221,6 +223,7 @@ def test_a_name_of_no_tracker_is_one_line(name, why):
 def test_a_loop_of_ones_own_is_tracked(tmp_path):
     grid, kept = ax.init(), Kept()
     with ax.tracked(grid, tmp_path / "own", kept, config={"lr": 0.1}) as log:
-        log.log(1, loss=2.0)
-    assert read_metrics(tmp_path / "own") == [{"step": 1, "loss": 2.0}]
-    assert kept.told[1:] == [(1, "loss"), 0]
+        log.log(1, loss=jnp.float32(2.0))  # as a Trainer's step returns it
+        log.log(2, loss=np.float32(3.0))
+    assert read_metrics(tmp_path / "own") == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 3.0}]
+    assert kept.told[1:] == [(1, "loss"), (2, "loss"), 0]

@@ -73,3 +73,38 @@ def test_a_pipeline_has_no_average_and_says_so(prepared, tmp_path):
     done = finished(command(write_config(tmp_path / "c.toml", prepared), tmp_path / "run", grid_pipe=2, train_ema=0.9))
     assert done.returncode == 2
     assert "error: train.ema = 0.9: 0 where grid.pipe is above 1" in done.stderr
+
+
+def test_routers_biases_that_move_by_counts_are_averaged_too(prepared, tmp_path):
+    given = {"model.experts": 4, "model.experts_per_token": 1, "moe.balance_rate": 0.1, "train.eval_every": 0}
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nevery = 1\nkeep = 9")
+    succeeded([*command(config, tmp_path / "run", train_steps=2, train_ema=DECAY), *words])
+    (name,) = (name for name in arrays(tmp_path / "run", 2, AVERAGE) if "router" in name and "bias" in name)
+    first, last = (arrays(tmp_path / "run", step, PARAMS)[name] for step in (1, 2))
+    average = (arrays(tmp_path / "run", step, AVERAGE)[name] for step in (1, 2))
+    assert first.any()
+    np.testing.assert_allclose(next(average), (1 - DECAY) * first, atol=1e-7)
+    np.testing.assert_allclose(next(average), DECAY * (1 - DECAY) * first + (1 - DECAY) * last, atol=1e-7)
+
+
+def test_adapters_beside_an_averaged_run_know_its_averages_again(run, prepared, tmp_path):
+    config = write_config(tmp_path / "c.toml", prepared, 1, f'[checkpoint]\nweights = "{run[0]}"\n[lora]\nrank = 2')
+    succeeded(command(config, tmp_path / "run", train_steps=2, train_eval_every=2, train_ema=DECAY))
+    before, after = (record["eval_loss"] for record in read_metrics(tmp_path / "run") if "eval_loss" in record)
+    assert before == [record["eval_loss"] for record in read_metrics(run[0]) if "eval_loss" in record][-1]
+    succeeded([*AXONN, "convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--merge"])
+    config = write_config(tmp_path / "d.toml", prepared, 1, f'[checkpoint]\nweights = "{tmp_path / "hf"}"')
+    succeeded(command(config, tmp_path / "merged", train_steps=1))
+    merged = next(record["eval_loss"] for record in read_metrics(tmp_path / "merged") if "eval_loss" in record)
+    assert merged == pytest.approx(after, abs=1e-5)
+
+
+def test_a_run_resumed_without_its_average_says_so(run, prepared, tmp_path):
+    config = write_config(tmp_path / "c.toml", prepared)
+    place = run[0] / "checkpoints" / f"step_{STEPS:08d}"
+    done = finished(command(config, tmp_path / "run", checkpoint_resume=place))
+    assert done.returncode == 2
+    assert f"error: checkpoint.resume = '{place}': a checkpoint of a run without train.ema, as this one" in done.stderr
+    done = finished([*AXONN, "prune", str(run[0]), str(tmp_path / "pruned")])
+    assert "error: train.ema = 0.5: 0 where weights are pruned" in done.stderr

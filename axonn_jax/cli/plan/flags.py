@@ -156,7 +156,10 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
         policy=args.policy, split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
-    return Question(request, args.devices, _space(args), limit)
+    space = _space(args)
+    if not model.pipes:
+        space = replace(space, axes={"pipe": 1, **space.axes})
+    return Question(request, args.devices, space, limit)
 
 
 def _space(args: PlanFlags) -> SearchSpace:
@@ -238,15 +241,18 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {named.words}"]
     words += [f"--model.seq_len {seq}"] if seq else []
     words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != named.shape.layers else []
-    words += [f"--grid.{axis} {getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1]
+    own = named.config
+    words += [f"--grid.{a} {getattr(grid, a)}" for a in GRID_AXES if getattr(grid, a) != getattr(own.grid, a)]
     words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
-    words += [f"--memory.reshard_after {candidate.reshard_after}"] if candidate.reshard_after != "forward" else []
-    words += ["--memory.offload optimizer"] if candidate.offload else []
-    words += ["--memory.zero 1"] if candidate.zero else []
+    offload = "optimizer" if candidate.offload else "none"
+    memory = {"reshard_after": candidate.reshard_after, "offload": offload, "zero": candidate.zero}
+    memory |= {"sequence_parallel": str(request.sequence_split).lower()}
+    then = own.memory
+    words += [f"--memory.{key} {new}" for key, new in memory.items() if str(getattr(then, key)).lower() != str(new)]
     words += [f"--prune.density {request.density:g}"] if request.density < 1.0 else []
-    words += ["--memory.sequence_parallel true"] if request.sequence_split else []
-    words += [f"--tensor.residual_comm {request.residual_comm}"] if request.residual_comm != "all_reduce" else []
+    comm = request.residual_comm
+    words += [f"--tensor.residual_comm {comm}"] if comm != own.tensor.residual_comm else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {request.policy}")
         arrival = isinstance(request.schedule(candidate), ByArrival)

@@ -1,16 +1,21 @@
 """The model that `plan` and `simulate` are asked about: a published one, or that of a file or directory."""
 
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from axonn_jax.data.corpora import DataConfig
 from axonn_jax.data.manifest import MANIFEST, Manifest
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.experts.shape import MoeConfig
+from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import read
+from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
 """File of a run directory."""
@@ -26,8 +31,24 @@ class NamedModel(NamedTuple):
     """Sequences a step; None without a configuration."""
     density: float = 1.0
     moe: MoeConfig = MoeConfig()
-    state: str = ""
-    """The configuration's optimizer state where it is not what a plan counts."""
+    config: Config = Config(data=DataConfig())
+    """The configuration, whose settings the command begins with."""
+
+    @property
+    def pipes(self) -> bool:
+        """False where settings of the configuration are refused in a pipeline."""
+        own = self.config
+        with suppress(UserError):
+            check_rules(Chosen(GridShape(pipe=2), tensor=own.tensor, prune=own.prune, train=own.train))
+            return True
+        return False
+
+    @property
+    def state(self) -> str:
+        """The configuration's optimizer state where it is not what a plan counts."""
+        train = self.config.train
+        named = [] if train.optimizer in ("adamw", "adam") else [f"train.optimizer = {train.optimizer}"]
+        return " and ".join([*named, *([f"train.ema = {train.ema:g}"] if train.ema else [])])
 
 
 def named_model(name: str) -> NamedModel:
@@ -65,7 +86,4 @@ def named_model(name: str) -> NamedModel:
     if known is None and config.model.preset is None and "vocab" not in config.model.given:
         raise UserError("model.vocab", NOT_GIVEN, f"given in {file}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=Manifest.load(known).vocab if known else None)
-    train = config.train
-    state = "" if train.optimizer in ("adamw", "adam") else f"train.optimizer = {train.optimizer}"
-    state += f"{' and ' if state else ''}train.ema = {train.ema:g}" if train.ema else ""
-    return NamedModel(shape, str(file), train.global_batch, config.prune.density, config.moe, state)
+    return NamedModel(shape, str(file), config.train.global_batch, config.prune.density, config.moe, config)

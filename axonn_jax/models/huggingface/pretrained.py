@@ -110,7 +110,7 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
             shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode()})
         elif (path / "manifest.json").is_file():
             manifest = read_json(path / "manifest.json", _MOST_MANIFEST, inside=path)
-            shape = shape_in(manifest["content"]["run"])
+            shape = shape_in(manifest["content"]["run"]) if "content" in manifest else None  # that of prepared data
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"a directory with the sizes of a model; {error}"
     if shape is None:

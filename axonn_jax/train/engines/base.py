@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from axonn_jax.adapters.checksum import checksum
@@ -9,8 +10,8 @@ from axonn_jax.adapters.config import IDENTITY, LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
 from axonn_jax.adapters.merge import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
-from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE, State
-from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load
+from axonn_jax.checkpoint.naming import AVERAGE, CARRIED, MASKS, PARAMS, SCALE, State
+from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, load_alone
 from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
@@ -61,7 +62,7 @@ def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str
     check_model(checkpoint, shape_of(engine), field)
     check_shapes(checkpoint, whole_sizes(engine), field, only=PARAMS)
     with together(sync, CorruptCheckpoint):
-        load_whole(engine, lambda abstract: load(checkpoint, abstract))
+        load_whole(engine, lambda abstract: load_alone(checkpoint, abstract))
 
 
 def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
@@ -106,6 +107,8 @@ def _shown(value: Any) -> Any:
 def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
     """Put a valid checkpoint's arrays into an engine; return the number of kernels copied to experts.
 
+    Of a run with `train.ema` the weights alone are their averages.
+
     Raises ``CorruptCheckpoint`` on all processes if one cannot read.
     """
     check_adapters(engine, checkpoint, sync, field, weights_only=weights_only)
@@ -115,6 +118,9 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
     only = (PARAMS, CARRIED) if weights_only else ""
     has = checkpoint.manifest.arrays
     if not weights_only:
+        if checkpoint.averaged != any(name.startswith(AVERAGE) for name in engine.state_shapes()):
+            accepted = f"a checkpoint of a run with{'out' * checkpoint.averaged} train.ema, as this one"
+            raise UserError(field, str(checkpoint.path), accepted)
         prune_for(engine, has)
 
     def wanted(name: str) -> bool:
@@ -131,7 +137,7 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
     check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
     with together(sync, CorruptCheckpoint):
-        read = upcycled(lambda abstract: load(checkpoint, abstract), sources)
+        read = upcycled(partial(load_alone if weights_only else load, checkpoint), sources)
         engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
         if not weights_only:
             engine.steps_done = checkpoint.manifest.step
