@@ -18,7 +18,7 @@ from axonn_jax.adapters.checksum import checksum, checksum_of_files, number_of, 
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import HostSync, LocalSync
-from axonn_jax.train import loop
+from axonn_jax.train import metrics
 
 CONFIG = pretrained.CONFIGS["llama"]
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
@@ -73,7 +73,7 @@ def resumed(root: Path, folder: Path, *flags: str) -> dict[str, np.ndarray]:
 
 def test_a_run_goes_on_on_another_grid(root, tmp_path, monkeypatch):
     """As the run that was not interrupted, which the checkpoint of its first step goes on to."""
-    monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e12)
+    monkeypatch.setattr(metrics, "peak_flops", lambda kind: 1e12)
     got = resumed(root, tmp_path, "--grid.data", "2", "--grid.z", "2", "--train.microbatches", "1")
     want = params(root / "run" / "checkpoints" / "step_00000002")
     assert got.keys() == want.keys()

@@ -69,6 +69,18 @@ def test_convert_and_generate_take_the_average(run, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("more", [{}, {"memory_offload": "optimizer", "memory_precision": "fp16"}], ids=["", "offload"])
+def test_the_average_of_a_run_that_begins_with_weights_begins_with_them(run, prepared, tmp_path, more):
+    """At step 0 the held-out loss is the last one of the run that the weights are of."""
+    averaged, _ = run
+    config = write_config(tmp_path / "c.toml", prepared)
+    given = {"train_ema": 0.9, "train_steps": 1, "checkpoint_weights": averaged, **more}
+    succeeded(command(config, tmp_path / "run", **given))
+    (want,) = (r["eval_loss"] for r in read_metrics(averaged) if "eval_loss" in r and r["step"] == STEPS)
+    (got,) = (r["eval_loss"] for r in read_metrics(tmp_path / "run") if "eval_loss" in r and r["step"] == 0)
+    assert got == pytest.approx(want, rel=2e-3 if more else 1e-6)
+
+
 def test_a_pipeline_has_no_average_and_says_so(prepared, tmp_path):
     done = finished(command(write_config(tmp_path / "c.toml", prepared), tmp_path / "run", grid_pipe=2, train_ema=0.9))
     assert done.returncode == 2

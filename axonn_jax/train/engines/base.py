@@ -40,10 +40,22 @@ def whole_sizes(engine: Engine) -> dict[str, tuple[int, ...]]:
     return without_padding(sizes, padding_of(engine.parts.merge(engine.parts.params)))
 
 
+def put_weights(engine: Engine, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
+    """Replace wanted arrays by what `read` makes for names of state, and averages of parameters by the parameters."""
+
+    def both(asked: State) -> State:
+        of = {name: PARAMS + name.removeprefix(AVERAGE) for name in asked if name.startswith(AVERAGE)}
+        again = read({of[name]: asked[name] for name in of}) if of else {}
+        own = read({name: want for name, want in asked.items() if name not in of})
+        return own | {name: again[parameter] for name, parameter in of.items()}
+
+    engine.load(both, lambda name: wanted(PARAMS + name.removeprefix(AVERAGE) if name.startswith(AVERAGE) else name))
+
+
 def load_whole(engine: Engine, read: Callable[[State], State]) -> None:
     """Replace the parameters of a model, or those beside its adapters, by what `read` makes for names of state."""
     if not engine.parts.adapters:
-        engine.load(read, lambda name: name.startswith(PARAMS))
+        put_weights(engine, read, lambda name: name.startswith(PARAMS))
         return
 
     def named(abstract: Mapping[str, Any]) -> State:
@@ -138,7 +150,9 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
     check_shapes(checkpoint, names, field, only=only)
     with together(sync, CorruptCheckpoint):
         read = upcycled(partial(load_alone if weights_only else load, checkpoint), sources)
-        engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
-        if not weights_only:
+        if weights_only:
+            put_weights(engine, read, lambda name: wanted(name) and not (sources and is_of_router(name)))
+        else:
+            engine.load(read, wanted)
             engine.steps_done = checkpoint.manifest.step
     return len(sources)

@@ -13,7 +13,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import check_shape
 from axonn_jax.models.huggingface.reader import Pretrained
-from axonn_jax.train.engines.base import load_whole, shape_of, whole_sizes
+from axonn_jax.train.engines.base import load_whole, put_weights, shape_of, whole_sizes
 from axonn_jax.train.engines.engine import Engine
 
 
@@ -58,4 +58,4 @@ def take_adapter(engine: Engine, path: Path, sync: HostSync, field: str) -> None
     def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
         return {name: placed(name, want) for name, want in abstract.items()}
 
-    engine.load(read, lambda name: name.startswith(PARAMS))
+    put_weights(engine, read, lambda name: name.startswith(PARAMS))
