@@ -29,7 +29,7 @@ def test_the_file_is_what_slurm_and_bash_read(config):
         *("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--time=1-00:30:00"),
         *("--signal=B:USR1@120", "--requeue", "--open-mode=append"),
     ]
-    assert shlex.split(lines[-2]) == ["cd", str(config)]
+    assert shlex.split(lines[-2]) == ["cd", str(config), "||", "exit"]
     own = ["exec", sys.executable, "-m", "axonn_jax.cli.main", "launch", "--requeue", "-n", "$SLURM_NTASKS"]
     assert shlex.split(lines[-1]) == [*own, "--restarts", "3", "train", "c.toml", "--log.dir", "a b"]
     assert subprocess.run(["bash", "-n", "my job.sh"]).returncode == 0

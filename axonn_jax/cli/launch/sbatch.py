@@ -24,7 +24,7 @@ _TEXT = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-cd {folder}
+cd {folder} || exit
 exec {axonn} launch --requeue -n "$SLURM_NTASKS" {words}
 """
 
