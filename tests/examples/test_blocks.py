@@ -31,6 +31,7 @@ NOT_RUN = {  # what a line begins with, and why
     "scripts/demo": "trains for minutes",
     **dict.fromkeys(("AXONN_EXTRAS", "pip"), "installs"),
     "docker": "needs Docker",
+    "axonn-jax launch -n 4 --mpirun": "needs two hosts; tests/mpi/test_two_hosts.py",
     "source": "a shell's own",
     "python3 scripts/gpu/check --out": "needs a GPU",
     "srun": "needs Slurm",
