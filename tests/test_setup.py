@@ -168,8 +168,9 @@ def test_every_place_names_the_same_pythons(setup: ModuleType) -> None:
     for name in ("scripts/setup", "README.md", "CONTRIBUTING.md"):
         texts = set(re.findall(r"3\.\d+ to 3\.\d+", (ROOT / name).read_text()))
         assert texts == {f"{setup.PYTHONS[0]} to {setup.PYTHONS[-1]}"}, name
-    rows = set(re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/test.yml").read_text()))
-    assert rows == {f'"{setup.PYTHONS[0]}", "{setup.PYTHONS[-1]}"'}
+    for name in ("test", "release"):
+        rows = set(re.findall(r"python: \[(.*)\]", (ROOT / f".github/workflows/{name}.yml").read_text()))
+        assert rows == {f'"{setup.PYTHONS[0]}", "{setup.PYTHONS[-1]}"'}, name
 
 
 def test_every_constraint_is_exact_and_every_dependency_is_pinned_for_every_python() -> None:

@@ -122,8 +122,10 @@ class Slurm:
     def submit(self, script, *flags):
         """Starts a batch job; its output is `JOB.out` in the folder."""
         (self.folder / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
-        said = self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", "--open-mode=append", *flags,
-                        str(self.folder / "job.sh"))  # fmt: skip
+        return self.submit_file(self.folder / "job.sh", "--open-mode=append", *flags)
+
+    def submit_file(self, path, *flags):
+        said = self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *flags, str(path))
         assert said.strip().isdecimal(), said
         return said.strip()
 

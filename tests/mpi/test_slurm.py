@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from launched import AXONN, succeeded
 from launched import complete as saved
 from slurm_rig import CORES, SBIN, Slurm, until
 from test_two_hosts import hosts as hosts
@@ -91,6 +92,21 @@ def test_a_job_told_before_its_time_limit_goes_to_the_queue_again(slurm, config,
     slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*" + TRAINS)
     assert f"resumed at step {saved(run)} " in slurm.output(job)
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
+    slurm.run("scancel", job)
+    slurm.wait_until_gone(job)
+
+
+def test_the_file_of_launch_saves_before_its_limit_and_goes_on(slurm, config, tmp_path):
+    """But for a limit that a test can wait for."""
+    run, nodes = tmp_path / "run", len(slurm.nodes)
+    words = ["launch", "-n", "2", "--sbatch", tmp_path / "job.sh", "--nodes", nodes, "train", config]
+    succeeded([*AXONN, *words, *options(run).split()])
+    job = slurm.submit_file(tmp_path / "job.sh", "--time=3")
+    shown = slurm.run("scontrol", "show", "job", job)
+    assert re.search(rf"Requeue=1[\s\S]* NumNodes={nodes}[\s\S]* NumTasks=2 ", shown), shown
+    slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*" + TRAINS)
+    assert f"resumed at step {saved(run)} " in slurm.output(job)
+    assert f"2 processes on {nodes} host(s), by Slurm" in slurm.output(job)
     slurm.run("scancel", job)
     slurm.wait_until_gone(job)
 

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, succeeded
+from launched import AXONN, MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, complete, curves, succeeded
 
 from axonn_jax.distributed.network import listening
 
@@ -59,7 +60,8 @@ class Hosts:
         self.ends = [f"axn{os.getpid() % 10**7}{end}" for end in "ab"]  # at most 15 characters
         self.addresses = ["10.213.7.1", "10.213.7.2"]
         self._made_netns = not NETNS.exists()
-        self._agent = folder / "agent"
+        self.agent = folder / "agent"
+        """What mpirun starts in place of ssh."""
 
     def make(self):
         lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
@@ -75,10 +77,10 @@ class Hosts:
             ip("-n", name, "link", "set", end, "up")
             limit = ["rate", "1gbit", "burst", "256kb", "latency", "100ms"]
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit], check=True)
-        self._agent.write_text(
+        self.agent.write_text(
             '#!/bin/bash\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts bash -c "hostname $host; $*"\n'
         )
-        self._agent.chmod(0o755)
+        self.agent.chmod(0o755)
 
     def remove(self):
         for name, end in zip(self.names, self.ends, strict=True):
@@ -96,7 +98,7 @@ class Hosts:
         """`mpirun` on the first host, as many ranks on each."""
         slots = ",".join(f"{name}:{ranks // 2}" for name in self.names)
         kept = [word for name in FORWARDED if name in os.environ or name.startswith("AXONN") for word in ("-x", name)]
-        inside = [MPIRUN, "--prtemca", "plm_ssh_agent", str(self._agent), "--host", slots, "-n", str(ranks),
+        inside = [MPIRUN, "--prtemca", "plm_ssh_agent", str(self.agent), "--host", slots, "-n", str(ranks),
                   "--map-by", "slot", "--bind-to", "none", *kept, *words]  # fmt: skip
         return self.on(self.names[0], inside)
 
@@ -177,6 +179,27 @@ def test_two_hosts_listen_where_the_page_says_and_nowhere_else(hosts, config, tm
                 for pid in map(int, re.findall(r"pid=(\d+)", line)):
                     seen.setdefault(pid, set()).add(re.sub(r"\[::ffff:(.*)\]", r"\1", local.replace("*", "[::]")))
         assert seen == pages or not shutil.which("ss")
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_page_train_on_both_hosts_and_save_at_sigterm(hosts, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(PAGE.parents[1] / "examples")
+    Path("runs").mkdir()
+    Path("runs/text").symlink_to(prepared)
+    shown = PAGE.read_text().split("## Hosts without Slurm")[1].split("```")[1].removeprefix("sh\n")
+    for number, name in enumerate(hosts.names, 1):
+        shown = shown.replace(f"node{number}", name)
+    hostfile, train = shown.splitlines()
+    subprocess.run(["bash", "-c", hostfile], check=True)
+    short = "--train.steps 100000 --train.eval_every 0 --checkpoint.every 0 --model.layers 2 --model.hidden 32"
+    words = [*AXONN, *shlex.split(train)[1:], *short.split()]
+    with Launched(hosts.on(hosts.names[0], ["env", f"PRTE_MCA_plm_ssh_agent={hosts.agent}", *words]), tmp_path) as run:
+        run.wait_for("step 1/")
+        assert "4 processes on 2 host(s), by MPI" in run.stderr
+        run.mpirun.send_signal(signal.SIGTERM)
+        assert run.mpirun.wait(60) == 128 + signal.SIGTERM, run.stderr
+        assert complete(Path("runs/gpt-tiny")) > 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.cli.launch import sbatch
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.distributed.processes import MET
 from axonn_jax.documents import Held, held, own_file
@@ -32,6 +33,7 @@ _FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.S
 _PMIX_WORKS = "started"
 _SHELL = "4294967290"
 """SLURM_STEP_ID of salloc's shell on a node; a batch script's shell has none."""
+_RESUMES = ("--checkpoint.resume", "auto")
 _LONGEST_WAIT_S = 60.0
 _VERSION_S = 20.0
 _MET = MET.encode()
@@ -59,6 +61,12 @@ class Launch:
     """The launcher and its options, without -n."""
     requeue: bool = False
     """Return a Slurm job to the queue after the save at SIGUSR1 (sbatch --signal=USR1@120)."""
+    sbatch: Path | None = None
+    """Batch file for Slurm to write instead, with --requeue; nothing is started."""
+    nodes: Annotated[int | None, Arg(default="1", least=1)] = None
+    """Nodes of the batch file, with as many processes on each."""
+    time: Annotated[str | None, Arg(default="4:00:00")] = None
+    """Time limit of the batch file."""
 
 
 def run(args: Launch) -> int:
@@ -72,6 +80,16 @@ def run(args: Launch) -> int:
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
     config = read(files[0], flags)
+    if args.sbatch is not None:
+        if config.grid.devices % args.processes:  # no reason to wait in a queue for that
+            raise UserError("-n", args.processes, f"a divisor of the grid's {config.grid.devices} devices")
+        own = ["--restarts", str(args.restarts), *(["--mpirun", args.mpirun] if args.mpirun else [])]
+        sbatch.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*own, "train", *words])
+        print(f"sbatch {shlex.quote(str(args.sbatch))}")
+        return 0
+    for name, value in (("--nodes", args.nodes), ("--time", args.time)):
+        if value is not None:
+            raise UserError(name, value, "given with --sbatch")
     launcher = [] if args.mpirun else _srun(args.processes, config.grid.pipe, os.environ)
     if not launcher and args.processes > 1:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
@@ -80,6 +98,8 @@ def run(args: Launch) -> int:
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
         raise UserError("--requeue", True, "not given outside a Slurm job (SLURM_JOB_ID is not set)")
+    if args.requeue and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        words = (*words, *_RESUMES)
     restarts = Restarts(words, Path(config.log.dir), args.restarts, before=launcher)
     status = restarts.run()
     if args.requeue and status == 128 + signal.SIGUSR1:
@@ -181,7 +201,7 @@ class Restarts:
     def _attempt(self, resumes: bool) -> int:
         words = [sys.executable, "-m", "axonn_jax.cli.main", "train", *self._words]
         if resumes:  # a restart resumes, also with checkpoint.resume = never
-            words += ["--checkpoint.resume", "auto"]
+            words += _RESUMES
         # A session of its own: Ctrl-C on a terminal reaches this process alone, which signals the job.
         # mpirun ends the job where its output is closed: so it writes to this process.
         pipe = subprocess.PIPE if self._before else None
