@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
+from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
@@ -153,7 +154,11 @@ def known_run(directory: Path, config: Mapping[str, Any], resumed: int) -> tuple
             for record in _read(directory / name)[0]:
                 keys = ["samples"] if name == SAMPLES else record
                 told |= {key: max(record["step"], told.get(key, 0)) for key in keys}
-    replace_whole(directory / FACTS, (json.dumps({"id": kept.id, "told": told}) + "\n").encode())
+    try:
+        replace_whole(directory / FACTS, (json.dumps({"id": kept.id, "told": told}) + "\n").encode())
+    except OSError as error:
+        accepted = f"a directory that {FACTS} can be written in; {error.strerror}"
+        raise UserError("log.dir", str(directory), accepted) from None
     return RunFacts(directory, kept.id, config, resumed), told
 
 

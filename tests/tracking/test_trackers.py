@@ -183,6 +183,12 @@ def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one(damage, tmp_path):
     assert len(run.id) == 8
 
 
+def test_facts_that_cannot_be_written_are_one_line(tmp_path):
+    (tmp_path / FACTS).mkdir()
+    with pytest.raises(UserError, match=r"a directory that tracked.json can be written in; Is a directory$"):
+        known_run(tmp_path, {}, 0)
+
+
 def test_a_tracker_that_fails_is_a_line_and_no_run_ends(tmp_path):
     failing, kept, said = Kept(), Kept(), []
     failing.fails = "log"
