@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -10,8 +11,7 @@ from typing import Annotated, Any
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
-from axonn_jax.planner.simulate.replay import Replay, parse_task, replay
-from axonn_jax.planner.simulate.simulator import TaskRun
+from axonn_jax.planner.simulate.replay import Replay, replay, task_runs
 from axonn_jax.terminal import table
 from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
 from axonn_jax.timeline.trace import TIMELINE, read_trace
@@ -87,7 +87,7 @@ def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Re
     """Simulate a step's tasks, without the optimizer."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
-        return replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
+        return replay(chain(*(task_runs(span.name, span.rank, span.start, span.end) for span in tasks)), policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise

@@ -4,7 +4,7 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.planner.simulate.perturb import Perturbation, simulate_perturbed
-from axonn_jax.planner.simulate.replay import parse_task, replay
+from axonn_jax.planner.simulate.replay import replay, task_runs
 from axonn_jax.planner.simulate.simulator import TaskRun
 from axonn_jax.planner.simulate.steady import StageTimes
 from axonn_jax.schedule.policies import policy_of
@@ -64,6 +64,12 @@ def test_incomplete_steps_are_refused():
 
 
 def test_names_of_tasks():
-    assert parse_task("F3.12") == Task(Kind.FORWARD, 3, 12)
+    assert task_runs("F3.12", 1, 2.0, 5.0) == [TaskRun(Task(Kind.FORWARD, 3, 12), 1, 2.0, 5.0)]
     with pytest.raises(ValueError, match="a task called 'optimizer'"):
-        parse_task("optimizer")
+        task_runs("optimizer", 0, 0.0, 1.0)
+
+
+def test_a_span_of_two_tasks_is_shared_by_their_matmuls():
+    forward, backward, inputs = (Task(kind, 1, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    assert task_runs("FB1.0", 1, 0.0, 3.0) == [TaskRun(forward, 1, 0.0, 1.0), TaskRun(backward, 1, 1.0, 3.0)]
+    assert task_runs("FI1.0", 1, 0.0, 3.0) == [TaskRun(forward, 1, 0.0, 1.5), TaskRun(inputs, 1, 1.5, 3.0)]

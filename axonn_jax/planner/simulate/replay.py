@@ -27,11 +27,23 @@ class Replay:
     """From a task's end to the start of the task on another rank that waited for it (median)."""
 
 
-def parse_task(name: str) -> Task:
-    """Read a task's name, such as `F3.12`; raise ``ValueError`` for other text."""
-    if (found := re.fullmatch(r"([A-Z])([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
+_PASSES = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+"""Matmuls of a kind of task, over those of a forward pass."""
+
+
+def task_runs(name: str, rank: int, start: float, end: float) -> list[TaskRun]:
+    """Return the tasks of a measured span, such as `F3.12`; raise ``ValueError`` for other names.
+
+    A stage that runs two in one program (`FI3.12`) shows one span, which they share by their matmuls.
+    """
+    if (found := re.fullmatch(r"([FBIW]|FB|FI)([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
         raise ValueError(f"a task called {name!r}")
-    return Task(Kind(found[1]), int(found[2]), int(found[3]))
+    kinds = [Kind(letter) for letter in found[1]]
+    each, at, runs = (end - start) / sum(_PASSES[kind] for kind in kinds), start, list[TaskRun]()
+    for kind in kinds:
+        runs.append(TaskRun(Task(kind, int(found[2]), int(found[3])), rank, at, at + each * _PASSES[kind]))
+        at = runs[-1].end
+    return runs
 
 
 def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
