@@ -69,8 +69,10 @@ def first_of(names: Sequence[object], separator: str = ", ") -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string if none is close."""
-    close = get_close_matches(word, list(known), n=1, cutoff=_CLOSE)
+    """Return ``"; did you mean 'x'?"`` for the known word that begins with ``word``, or else is close, or nothing."""
+    names = list(known)
+    longer = sorted((name for name in names if len(word.strip("-")) > 2 and name.startswith(word)), key=len)
+    close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -71,8 +71,9 @@ class TokenSamples:
         """Read words of a shard: not from a mapped file, as one cut off under a run would end the process (SIGBUS)."""
         path, size = self.manifest.path, self.manifest.storage.itemsize
         try:
-            file = self._open(path / shard.name).number
-            raw, now = os.pread(file, most * size, offset * size), os.fstat(file)
+            # Held while it is read: of two threads that open a shard at once the cache keeps only one's file.
+            file = self._open(path / shard.name)
+            raw, now = os.pread(file.number, most * size, offset * size), os.fstat(file.number)
         except OSError as error:
             raise UserError("data.path", str(path), f"shard {shard.name} is not readable: {error.strerror}") from None
         if (now.st_size, now.st_mtime_ns) != self.manifest.marks[shard.name]:

@@ -186,6 +186,7 @@ def test_amounts_that_mean_nothing(text):
     [
         (["--machine", "perlmuter"], ["--machine = 'perlmuter'", "did you mean 'perlmutter'?"]),
         (["--machine", "nowhere.toml"], ["--machine = 'nowhere.toml'", "can be read"]),
+        (["--batch", "8"], ["--batch", "did you mean '--batch-tokens'?"]),
         (["--model", "gpt-5"], ["--model = 'gpt-5'", "did you mean 'gpt-5b'?"]),
         (["--devices", "0"], ["--devices = 0: an integer of at least 1"]),
         (["--devices", "many"], ["--devices", "an integer"]),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -303,3 +304,17 @@ def test_no_warning_is_given(prepared):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(take(Loader(prepared, seq_len=SEQ, global_batch=2, prefetch=1), 3)) == 3
+
+
+def test_threads_that_open_a_shard_at_once_all_read_it(prepared):
+    """The cache of open shards keeps one file of each; another one's was closed while it was read."""
+    samples = TokenSamples(prepared, "train", SEQ)
+    alone = [samples[number] for number in range(0, len(samples), 7)]
+
+    def read(_):
+        samples._open.cache_clear()
+        return [samples[number] for number in range(0, len(samples), 7)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(read, range(64)):
+            np.testing.assert_array_equal(found, alone)

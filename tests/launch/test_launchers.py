@@ -126,3 +126,11 @@ def test_requeue_outside_slurm_is_one_line(launch):
     done, asked = launch("Hydra", "exit 0", "--requeue")
     assert (done.returncode, asked) == (2, [])
     assert "error: --requeue = True: not given outside a Slurm job" in done.stderr
+
+
+def test_the_number_behind_the_configuration_is_one_line(tmp_path):
+    done = finished([*AXONN, "launch", "c.toml", "-n", "2"], 60, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: -n = 'behind the configuration': before it, as in axonn-jax launch -n 4 train CONFIG.toml"
+    ]

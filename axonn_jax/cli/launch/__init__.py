@@ -76,6 +76,8 @@ def run(args: Launch) -> int:
         UserError: a value cannot be used, there is no mpirun, or the configuration is unreadable.
     """
     words = args.train[1:] if args.train[:1] == ("train",) else args.train
+    if "-n" in words:
+        raise UserError("-n", "behind the configuration", "before it, as in axonn-jax launch -n 4 train CONFIG.toml")
     files, flags = split_argv(list(words))
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
