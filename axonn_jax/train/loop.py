@@ -95,6 +95,9 @@ class Run:
             )
             self._say_undone()
             return 0
+        if self._enough:
+            self.say(f"ended early at step {self.start}: nothing left to train. A larger train.patience, or 0, goes on")
+            return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
         stopping = enough = False
@@ -139,7 +142,7 @@ class Run:
                     waiting = None
                 if evaluates:
                     saves = (self._evaluate(step) and self.config.checkpoint.best) or saves
-                    enough = 0 < self.config.train.patience <= self.best.since and step < steps
+                    enough = self._enough and step < steps
                     mark = time.monotonic()
                 if saves or enough:
                     self.checkpoints.save(step, self.train_data.position)
@@ -164,6 +167,11 @@ class Run:
             self.say(f"the lowest held-out loss, {best}")
         self._say_undone()
         return 1 if error else 0
+
+    @property
+    def _enough(self) -> bool:
+        """True if so many evaluations in a row as `train.patience` had no lower loss."""
+        return 0 < self.config.train.patience <= self.best.since
 
     def _make_up(self) -> None:
         """Evaluate, and write samples, where the run was stopped before it did so in its last step."""

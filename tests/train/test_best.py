@@ -27,6 +27,10 @@ def runs(tmp_path_factory, prepared):
     given = {"train_lr": 1.0, "train_clip": 0, "train_warmup": 20, "train_eval_every": 2, "train_patience": 2}
     first = finished(command(config, place / "run", grid_data=2, train_steps=60, train_schedule="constant", **given))
     ended = read_metrics(place / "run")
+    same = finished(command(config, place / "run", grid_data=2, train_steps=60, train_schedule="constant", **given))
+    assert same.returncode == 0
+    assert f"ended early at step {ended[-1]['step']}: nothing left to train" in same.stderr
+    assert read_metrics(place / "run") == ended
     given["train_patience"] = 0
     steps = ended[-1]["step"] + 6
     again = finished(
