@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
 def test_the_run_directory_holds_what_it_should(trained):
     names = {path.name for path in (trained / "runs" / "tiny").iterdir()}
     small = {"tokenizer.json", "tokenizer_config.json"}
-    assert names == {"config.toml", "memory.json", "metrics.jsonl", "loss.png", "checkpoints"} | small
+    assert names == {"config.toml", "memory.json", "metrics.jsonl", "tracked.json", "loss.png", "checkpoints"} | small
     records = [json.loads(line) for line in (trained / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [10, 20, 30, 30]
     assert set(records[0]) >= {"step", "loss", "tokens", "tokens_per_s", "step_s", "grad_norm", "lr"}
