@@ -11,10 +11,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 46_586,
+    "lines": 46_582,
     "lines of tests": 38_001,
     "lines of scripts": 14_279,
-    "files": 314,
+    "files": 313,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,

@@ -114,7 +114,7 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 
 def load_alone(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """As `load`, for a reader of weights alone: of a run with `train.ema` the averages, as its evaluations did."""
+    """Read arrays as `load` does, averages in the place of the parameters of a run with `train.ema`."""
     stored = load(checkpoint, {checkpoint.read_as(name): want for name, want in wanted.items()})
     return {name: stored[checkpoint.read_as(name)] for name in wanted}
 

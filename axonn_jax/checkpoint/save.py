@@ -229,9 +229,9 @@ class Saver:
         """Remove surplus checkpoints, where possible."""
         for path in all_steps(self.directory)[self._keep :]:
             number = step_of(path)
-            if number is None or number >= step or (self._keep_every and number % self._keep_every == 0):
+            if number is None or number >= step or number == self.best:
                 continue
-            if number == self.best:
+            if self._keep_every and number % self._keep_every == 0:
                 continue
             removed = path.with_name(_REMOVED + path.name)
             with contextlib.suppress(OSError):

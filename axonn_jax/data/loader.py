@@ -98,7 +98,7 @@ class _Batches:
 
     data: Corpora
     samples: tuple[TokenSamples, ...]
-    """Those of each corpus."""
+    """Samples of each corpus, in the order of `data`."""
     rows: tuple[int, ...]
     stride: int
     start: int

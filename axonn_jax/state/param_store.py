@@ -38,7 +38,7 @@ class ParamPlan:
     """Programs' view of parameters in one form."""
 
     stack: Stack
-    """How layers are stacked."""
+    """The model with layers stacked and one by one."""
     placement: Placement
     """Place of masters and optimizer state."""
 
@@ -99,7 +99,7 @@ class ParamStore(Generic[PlanT]):
 
     @property
     def stack(self) -> Stack:
-        """How layers are stacked."""
+        """The model with layers stacked and one by one."""
         return self.plan.stack
 
     @property

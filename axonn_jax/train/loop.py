@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from axonn_jax.adapters.config import step_flops
-from axonn_jax.checkpoint.best import Best
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.loader import Loader
@@ -25,7 +24,7 @@ from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import settings_by_name
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.metrics import Samples, held_out_losses, keep_settings, plot_loss, trackers_of, usage
+from axonn_jax.train.metrics import Best, Samples, held_out_losses, keep_settings, plot_loss, trackers_of, usage
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints

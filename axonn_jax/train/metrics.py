@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,25 @@ def trackers_of(log: LogConfig, lines: JsonLines) -> list[RunTracker]:
     asked += [RunTracker("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
     asked += [RunTracker("log.tracker", log.tracker, own_tracker(log.tracker))] if log.tracker else []
     return asked
+
+
+class Best:
+    """The lowest of a run's held-out losses.
+
+    Args:
+        losses: Steps with their losses before a run goes on, in order.
+    """
+
+    def __init__(self, losses: Iterable[tuple[int, float]] = ()):
+        self.step, self.loss, self.since = 0, math.inf, 0
+        for step, loss in losses:
+            self.seen(step, loss)
+
+    def seen(self, step: int, loss: float) -> bool:
+        """Count an evaluation; return True if its loss is the lowest so far, NaN never."""
+        lowest = loss < self.loss
+        self.step, self.loss, self.since = (step, loss, 0) if lowest else (self.step, self.loss, self.since + 1)
+        return lowest
 
 
 def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float]]:

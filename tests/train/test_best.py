@@ -5,9 +5,9 @@ import math
 import pytest
 from launched import command, finished, write_config
 
-from axonn_jax.checkpoint.best import Best
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.tracking.files import read_metrics
+from axonn_jax.train.metrics import Best
 
 
 def test_the_lowest_is_counted():
