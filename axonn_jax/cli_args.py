@@ -45,6 +45,8 @@ class Arg:
     """True for a repeatable flag of one value."""
     rest: bool = False
     """True if the argument takes the first word other than a flag, and all words behind."""
+    settings: bool = False
+    """True if the argument takes all flags --TABLE.KEY that the command does not have, with their values."""
 
 
 Positive = Annotated[int, Arg(least=1)]
@@ -70,7 +72,8 @@ class Option:
     @property
     def flag(self) -> str:
         """The flag, or the name of a positional argument."""
-        return self.arg.positional or self.arg.short or "--" + ".".join(self.path).replace("_", "-")
+        name = "TABLE.KEY" if self.arg.settings else ".".join(self.path).replace("_", "-")
+        return self.arg.positional or self.arg.short or f"--{name}"
 
     @property
     def metavar(self) -> str:
@@ -142,7 +145,9 @@ def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:
 def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], Any]:
     """The values on a command line, by path."""
     positional = [option for option in options if option.arg.positional and not option.arg.rest]
-    flags = {option.flag: option for option in options if not option.arg.positional}
+    named = [option for option in options if not option.arg.positional and not option.arg.settings]
+    flags = {option.flag.replace("_", "-"): option for option in named}
+    settings = next((option for option in options if option.arg.settings), None)
     switches_off = {f"--no-{name[2:]}": option for name, option in flags.items() if option.kind is bool}
     given, words = dict[tuple[str, ...], Any](), list(reversed(argv))
     while words:
@@ -155,11 +160,17 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
             name, equals, text = word.partition("=")
             plain = name.replace("_", "-")
             option = flags.get(plain) or (None if equals else switches_off.get(plain))
+            if option is None and settings and "." in name:
+                value = [words.pop()] if not equals and words and not words[-1].startswith("--") else []
+                given[settings.path] = (*given.get(settings.path, ()), word, *value)
+                continue
             if option is None:
                 following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
-                hint = nearest(name, [*flags, "--help"]) or f", which has {', '.join([*flags, '--help'])}"
+                hint = _hint(name, [*(option.flag for option in named), "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
+                if not equals and "." in name and words and words[-1] in ("true", "false"):
+                    equals, text = "=", words.pop()
                 given[option.path] = option.value(text) if equals else plain in flags
             elif option.many and not option.arg.repeat:
                 texts = [text] if equals else []
@@ -172,6 +183,13 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
                 value = option.value(text if equals else words.pop())
                 given[option.path] = (*given.get(option.path, ()), value) if option.many else value
     return given
+
+
+def _hint(name: str, flags: Sequence[str]) -> str:
+    """Return the flag that is close to an unknown one, as a whole or behind its dots, or else all flags."""
+    ends = [flag for flag in flags if nearest(name.strip("-"), [flag.rpartition(".")[2]])]
+    last = f"; did you mean {ends[0]!r}?" if ends else f", which has {', '.join(flags)}"
+    return nearest(name, flags) or last
 
 
 def _is_flag(word: str) -> bool:

@@ -12,11 +12,13 @@ from axonn_jax.models.config import ModelShape
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def case(model, axes, activations="none", microbatches=1, scanned=False, reshard_after="forward", comm=(0, 0, 0)):
+def case(
+    model, axes, activations="none", microbatches=1, scanned=False, reshard_after="forward", comm=(0, 0, 0), **more
+):
     model = asdict(model) if isinstance(model, ModelShape) else model
     sequences = axes[0] * axes[1] * microbatches
     settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
-    return {"model": model, "axes": axes, "reshard_after": reshard_after, "comm": comm, **settings}
+    return {"model": model, "axes": axes, "reshard_after": reshard_after, "comm": comm, **settings, **more}
 
 
 def check(devices, cases):

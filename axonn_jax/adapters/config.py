@@ -133,10 +133,10 @@ def trained_params(shape: ModelShape, config: LoraConfig) -> int:
     return sum(layer.trained for layer in layers_of(shape, config))
 
 
-def step_flops(shape: ModelShape, config: LoraConfig, batch: int) -> int:
+def step_flops(shape: ModelShape, config: LoraConfig, batch: int, *, recompute: bool = False) -> int:
     """Return the FLOPs of a step over `batch` sequences that trains adapters, or all weights where there are none."""
-    added = 6 * batch * shape.seq_len * trained_params(shape, config) if config.adapts else 0
-    return shape.step_flops(batch, frozen=config.adapts) + added
+    added = (8 if recompute else 6) * batch * shape.seq_len * trained_params(shape, config) if config.adapts else 0
+    return shape.step_flops(batch, recompute=recompute, frozen=config.adapts) + added
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
+from axonn_jax.adapters.config import step_flops
+from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, asked, chosen, command
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
-from axonn_jax.planner.request import Estimate, PlanRequest
+from axonn_jax.planner.request import Estimate
 from axonn_jax.planner.simulate.perturb import Perturbation
 from axonn_jax.planner.simulate.simulator import Simulation
 from axonn_jax.planner.steps import Baseline, SimulatedStep, baselines, step
@@ -24,10 +25,6 @@ class Simulate(PlanFlags):
     The step is the first row of `axonn-jax plan` for the same flags, and takes the row's time if nothing is disturbed.
     """
 
-    layers: Annotated[int | None, Arg(default="the model's", least=1)] = None
-    """Number of blocks, for very long pipelines."""
-    split_backward: bool = True
-    """Policy message: gradients of weights are tasks of their own."""
     jitter: float = 0.0
     """Sigma of lognormal task and message times."""
     slow: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
@@ -49,8 +46,8 @@ def run(args: Simulate) -> int:
     Raises:
         UserError: a flag is wrong, or no such step is legal.
     """
-    asked = question(args, layers=args.layers, split=args.split_backward)
-    request, limit = asked.request, asked.limit
+    question = ask(args)
+    limit = question.limit
     by = Perturbation(args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), seed=args.seed)
     with Ticker("comparing grids") as ticker:
 
@@ -59,14 +56,14 @@ def run(args: Simulate) -> int:
             return ticker.done
 
         try:
-            result = asked.answer()
+            result = question.answer()
         except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
-            result, limit = asked.answer(limited=False), float("inf")
+            result, limit = question.answer(limited=False), float("inf")
         estimate = result.in_order()[0]
         done = step(result.prices, estimate.candidate, by, args.replicas, begin, drawn=args.png is not None)
         others = list[Baseline]()
         if args.baselines:
-            others += baselines(result.prices, estimate.candidate, by, args.replicas, limit, asked.space, begin)
+            others += baselines(result.prices, estimate.candidate, by, args.replicas, limit, question.space, begin)
         if args.png is not None:
             from axonn_jax.timeline.picture import draw
 
@@ -79,7 +76,7 @@ def run(args: Simulate) -> int:
             except (OSError, ValueError) as error:
                 accepted = f"the path of a .png file that can be written; {error}"
                 raise UserError("--png", str(args.png), accepted) from None
-    figures = _figures(args, request, asked.limit, estimate, done, others)
+    figures = _figures(args, question, estimate, done, others)
     print(json.dumps(figures) if args.json else text(figures, done, others))
     return 0 if done.slowest.finished else 1
 
@@ -95,10 +92,11 @@ def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
 
 
 def _figures(
-    args: Simulate, request: PlanRequest, limit: float, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
+    args: Simulate, question: Question, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
 ) -> dict[str, Any]:
     simulation, candidate = done.slowest, estimate.candidate
-    flops = request.shape.step_flops(request.batch)
+    request, limit, named = question.request, question.limit, question.named
+    flops = step_flops(request.shape, request.lora, request.batch)
     flops_s = flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
         **asked(args, request),
@@ -124,7 +122,7 @@ def _figures(
         ],
         "baselines_s": {baseline.name: baseline.seconds for baseline in others},
         "baselines_memory_bytes": {baseline.name: baseline.memory_bytes for baseline in others},
-        "command": command(args.model, request, candidate, args.seq),
+        "command": command(named, request, candidate),
         **({"png": str(args.png)} if args.png is not None else {}),
     }
 

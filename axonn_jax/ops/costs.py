@@ -69,14 +69,14 @@ def update_collectives(
     Args:
         layers: The model's layers.
         policy: The way in which the step runs.
-        sizes: Devices along each mesh axis.
+        sizes: Devices along each mesh axis, slowest first.
         token_axes: Mesh axes that split the batch's tokens, slowest first.
     """
     for layer in layers:
-        for param in layer.params:
+        for param in (param for param in layer.params if param.trained):
             split, elements = param.axes, param.elements
             elements = round(elements * policy.density) if param.prunable else elements
-            axes = tuple(axis for axis in token_axes if axis not in split)
+            axes = tuple(axis for axis in (sizes if param.partial else token_axes) if axis not in split)
             buffer = elements * FLOAT32 // prod([sizes[axis] for axis in split])
             yield param.name, "update", "all-reduce", axes, buffer, layer.count
 
@@ -128,7 +128,7 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
                 total += op.elements * item
             elif policy == "none" and isinstance(op, Attend):
                 total += op.elements * item + op.scores + op.copies
-            elif policy == "none" and isinstance(op, Multiply) and not op.shares_input:
+            elif policy == "none" and isinstance(op, Multiply) and op.trained and not op.shares_input:
                 total += (op.inner if op.stored_inner is None else op.stored_inner) * item
             elif policy == "dots" and isinstance(op, Multiply) and (chain.result_read or at + 1 < repeated):
                 total += op.columns * item

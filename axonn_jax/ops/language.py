@@ -26,6 +26,10 @@ class Param(NamedTuple):
     """Mesh axes that split each dimension, as in a PartitionSpec."""
     prunable: bool = False
     """True if pruned training keeps a share of the entries."""
+    trained: bool = True
+    """False for a frozen parameter, which has no gradient."""
+    partial: bool = False
+    """True if gradients are partial sums over every axis that does not split the parameter, else over tokens' axes."""
 
     @property
     def elements(self) -> int:
@@ -59,6 +63,8 @@ class Collective(NamedTuple):
     """True if the backward pass repeats the forward collective under every activation policy."""
     small: bool = False
     """True if the result is a few numbers for each token, too few to count in memory."""
+    of_param: bool = False
+    """True if the backward pass communicates the gradient of a parameter that no axis splits."""
 
 
 class Multiply(NamedTuple):
@@ -75,6 +81,8 @@ class Multiply(NamedTuple):
     """Features of the input that stay in memory where the rest is gathered again; None: `inner`."""
     run_again: bool = False
     """True if the backward pass runs the matmul again under every activation policy."""
+    trained: bool = True
+    """False if the weight is frozen: no gradient reads the input."""
 
 
 class Read(NamedTuple):
@@ -188,9 +196,9 @@ def reduce(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
     return Collective(name, "all-reduce", None, axes, buffer, **more)
 
 
-def reduce_gradient(name: str, axes: Axes, buffer: int) -> Collective:
+def reduce_gradient(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
     """Return the all-reduce of the gradient of a replicated input; nothing is communicated forward."""
-    return Collective(name, None, "all-reduce", axes, buffer)
+    return Collective(name, None, "all-reduce", axes, buffer, **more)
 
 
 def exchange(name: str, axes: Axes, buffer: int) -> Collective:

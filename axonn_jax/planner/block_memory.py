@@ -8,6 +8,8 @@ tests.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from axonn_jax.adapters.config import LoraConfig
+from axonn_jax.adapters.declare import adapted
 from axonn_jax.experts.declare import elements_of
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
@@ -60,6 +62,7 @@ class _SecondHalf:
 def block_activations(
     shape: ModelShape, x: int, y: int, item: int, policy: Activations, attention: AttentionKernel = "cudnn",
     comm: BlockComm = ALL_REDUCE, *, layer: int = 0, expert: int = 1, training: MoeConfig = MoeConfig(),  # noqa: B008
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
 ) -> BlockBytes:  # fmt: skip
     """Return the activations of a block.
 
@@ -78,9 +81,10 @@ def block_activations(
         layer: Number of the block.
         expert: Devices along `expert`.
         training: Dispatch of experts.
+        lora: Adapters, which alone are trained if there are any.
     """
     at = Place(expert, 1, y, x, shape.seq_len, item, comm.sequence_split)
-    block = joined(halves(shape, layer, at, comm, training, attention=attention))
+    block = adapted(joined(halves(shape, layer, at, comm, training, attention=attention)), shape, lora, layer)
     split = comm.sequence_split and y > 1
     stream = shape.hidden / x
     part = stream / y if split else stream

@@ -21,11 +21,12 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from axonn_jax.adapters.config import LoraConfig
+from axonn_jax.adapters.declare import describe_trained
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import describe
 from axonn_jax.ops.costs import Phase, StepPolicy, collectives, update_collectives
 from axonn_jax.ops.language import FLOAT32, Layer
 from axonn_jax.ops.layers import Place
@@ -52,6 +53,8 @@ class StepSpec:
     """Training of experts, with their dispatch."""
     duplicates: bool = False
     """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters, which alone are trained if there are any."""
 
     @property
     def tokens(self) -> int:
@@ -139,4 +142,6 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 def _layers(work: StepSpec) -> tuple[Layer, ...]:
     grid, split = work.grid, work.comm.sequence_split
     at = Place(grid.expert, grid.z, grid.y, grid.x, work.tokens, work.itemsize, split)
-    return describe(work.shape, at, work.comm, work.moe, duplicates=work.duplicates)
+    return describe_trained(
+        work.shape, work.lora, at, work.comm, work.moe, duplicates=work.duplicates, scanned=work.policy.scanned
+    )

@@ -10,8 +10,8 @@ from typing import Literal
 
 from axonn_jax.backend.traits import keeps_score_gradients
 from axonn_jax.models.config import ModelShape
-from axonn_jax.ops.language import FLOAT32
-from axonn_jax.options import AttentionKernel
+from axonn_jax.ops.language import FLOAT32, Param
+from axonn_jax.options import AttentionKernel, Optimizer
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -28,7 +28,7 @@ class ParamBytes:
     master: float = 0.0
     """Bytes of float32 weights beside half-precision ones."""
     moments: float = 0.0
-    """Bytes of Adam's two moments."""
+    """Bytes of the optimizer's state, such as Adam's two moments."""
     positions: float = 0.0
     """Bytes of the positions of kept entries."""
 
@@ -43,10 +43,33 @@ def itemsize(precision: Precision) -> int:
     return FLOAT32 if precision == "fp32" else 2
 
 
+ADAM = 8.0
+"""Bytes of the state of Adam's two moments for an element of a parameter."""
+AVERAGE = 4.0
+"""Bytes of a moving average for an element of a parameter (train.ema)."""
+
+
+def state_item(optimizer: Optimizer | None, param: Param) -> float:
+    """Return the bytes of an optimizer's state for an element of a parameter; None stands for SGD without momentum."""
+    if optimizer is None:
+        return 0.0
+    if optimizer == "muon":  # matrices that are multiplied with have one moment, all others Adam's two
+        return 4.0 if len(param.shape) == 2 and param.name.endswith(".kernel") else ADAM
+    if optimizer == "adafactor":
+        *_, second, largest = (1, 1, *sorted(param.shape))
+        return 4.0 / second + 4.0 / largest if second >= _FACTORED else 4.0
+    return {"sgd": 4.0, "lion": 4.0, "adamw_bf16": 6.0}.get(optimizer, ADAM)
+
+
+_FACTORED = 128
+"""Least second largest dimension of a parameter of which Adafactor keeps sums of rows and of columns (optax)."""
+
+
 def device_state(
     params: float,
     precision: Precision,
     *,
+    moment: float = ADAM,
     kept: float | None = None,
     gradient_item: int = FLOAT32,
     apart: bool = False,
@@ -55,16 +78,16 @@ def device_state(
 ) -> ParamBytes:
     """State of `params` parameters on the device.
 
-    `gradient_item` is a gradient's bytes, `replicas` the devices that share master weights and moments between them
-    (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision weights, as they do where they are shared or,
-    with `offload`, on the host; else the weights themselves are float32.
+    `moment` is the optimizer's state in bytes a parameter, `gradient_item` a gradient's, `replicas` the devices that
+    share master weights and state between them (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision
+    weights, as they do where they are shared or, with `offload`, on the host; else the weights themselves are float32.
 
     Of pruned parameters `kept` are trained: the weights are dense, all else is for those. For a share f of them that
     is 2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has 2 + 24 f: it keeps
     half-precision values and a cast copy besides). Slots to spare are left out.
     """
     trained, apart = params if kept is None else kept, apart or offload or replicas > 1 or kept is not None
-    master, moments = _optimizer(trained / replicas, precision if kept is None else "bf16", apart)
+    master, moments = _optimizer(trained / replicas, precision if kept is None else "bf16", moment, apart)
     return ParamBytes(
         weights=params * (itemsize(precision) if apart else FLOAT32),
         gradients=trained * gradient_item,
@@ -74,19 +97,19 @@ def device_state(
     )
 
 
-def host_state(params: float, precision: Precision, replicas: int = 1) -> float:
-    """Bytes of `params` parameters' offloaded state: moments and, of half-precision weights, masters."""
-    return sum(_optimizer(params / replicas, precision, apart=True))
+def host_state(params: float, precision: Precision, replicas: int = 1, moment: float = ADAM) -> float:
+    """Bytes of `params` parameters' offloaded state: the optimizer's and, of half-precision weights, masters."""
+    return sum(_optimizer(params / replicas, precision, moment, apart=True))
 
 
-def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float, float]:
-    """Bytes of master weights and of Adam's moments."""
-    return (params * FLOAT32 if apart and precision != "fp32" else 0.0), params * 2 * FLOAT32
+def _optimizer(params: float, precision: Precision, moment: float, apart: bool) -> tuple[float, float]:
+    """Bytes of master weights and of the optimizer's state."""
+    return (params * FLOAT32 if apart and precision != "fp32" else 0.0), params * moment
 
 
-def streamed_state(bucket: float, precision: Precision) -> float:
+def streamed_state(bucket: float, precision: Precision, moment: float = ADAM) -> float:
     """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
-    return 3 * host_state(bucket, precision)
+    return 3 * host_state(bucket, precision, moment=moment)
 
 
 @cache
@@ -102,13 +125,13 @@ def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -
     return (8 if keeps_score_gradients(platform) else 4) * float(sizes.chunk(heads, seq) * sizes.computed(seq))
 
 
-def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int) -> float:
+def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int, *, trained: bool = True) -> float:
     """Bytes of a microbatch's `tokens` at the head, with `columns` of the padded vocabulary on a device.
 
     They are a part's logits and their gradient in float32 (`loss_chunk`), the float32 sum of the weight's gradient (and
-    the same scaled, where it is not added to a lookup's), and the stream with its gradient.
+    the same scaled, where it is not added to a lookup's), and the stream with its gradient; no sum without `trained`.
     """
-    weight = shape.hidden / x * columns * FLOAT32 * (1 if shape.tied else 2)
+    weight = shape.hidden / x * columns * FLOAT32 * (1 if shape.tied else 2) * trained
     return 2 * loss_chunk(tokens, columns) * columns * FLOAT32 + weight + 3 * tokens * shape.hidden / x * item
 
 

@@ -10,7 +10,7 @@ from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_block
-from axonn_jax.planner.rank_state import Load, Ranks
+from axonn_jax.planner.rank_state import Load, Ranks, RankState
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
 
@@ -21,13 +21,15 @@ class MemoryModel:
     def __init__(self, request: PlanRequest):
         self.request, self.ranks = request, Ranks(request)
         self._item = formulas.itemsize(request.precision)
+        self._trained = not request.lora.adapts
+        """True if the model's own weights are trained, and not adapters."""
         self._kernel = request.attention_form.kernel
         self._block = cache(self._block_bytes)
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
-        found, loops = [(0.0, 0.0)] * len(placements), base.loops
+        found = [(0.0, 0.0)] * len(placements)
         known = self.ranks.states(base.grid)
         for load in self.ranks.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load)
@@ -35,7 +37,7 @@ class MemoryModel:
             apart, whole = self._once_gathered(base, load)
             for at, placement in enumerate(placements):
                 state = known.get((load.rank, placement)) or self.ranks.state(base.grid, load, placement)
-                beside = apart or (state.weights if loops else 0.0)
+                beside = apart or self._looped(base, state)
                 total = state.device + max(activations + beside + whole, state.later)
                 if total > found[at][0]:
                     found[at] = (total, state.host + outside)
@@ -51,10 +53,16 @@ class MemoryModel:
         state = self.ranks.state(candidate.grid, load, candidate.placement)
         activations, gathered, outside = self._backward(candidate, load)
         apart, whole = self._once_gathered(candidate, load)
-        beside = (apart or (state.weights if candidate.loops else 0.0)) + whole
+        beside = (apart or self._looped(candidate, state)) + whole
         buffers = beside + max(0.0, state.later - activations - gathered - beside)
         use = MemoryUse(*state[:3], activations, gathered, buffers, state.host + outside)
         return replace(use, staying=self.staying(state.host, use.total))
+
+    def _looped(self, candidate: Candidate, state: RankState) -> float:
+        """Return bytes of a microbatch's gradients beside their sums, in a program of several microbatches."""
+        if not candidate.loops:
+            return 0.0
+        return state.weights if self._trained else state.gradients
 
     def staying(self, host: float, device: float) -> float:
         """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes.
@@ -74,7 +82,7 @@ class MemoryModel:
         """
         if not candidate.once:
             return 0.0, 0.0
-        params, z = self.ranks.params(candidate.grid, load), candidate.grid.z
+        params, z = self.ranks.params(candidate.grid, load) * self._trained, candidate.grid.z
         return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.gradient_item
 
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
@@ -90,14 +98,14 @@ class MemoryModel:
         tied, tables = self._tables(candidate, load, table * item)
         gathered = self._gathered(candidate, load) + tied
         block = kept + working + gathered
-        block -= FLOAT32 * table / grid.z if whole and not shape.tied else 0.0
+        block -= FLOAT32 * table / grid.z if whole and not shape.tied and self._trained else 0.0
         head *= load.last
         if load.last:
             head += kept + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
             head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
+        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and whole and self._trained else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
@@ -111,7 +119,7 @@ class MemoryModel:
         if candidate.grid.z == 1:
             return 0.0, 0.0
         count = (1 if tied else 2) if candidate.loops else 0
-        return (table if tied and (load.first or load.last) else 0.0), count * table
+        return (table if tied and self._trained and (load.first or load.last) else 0.0), count * table
 
     def _gathered(self, candidate: Candidate, load: Load) -> float:
         """Return bytes of weights gathered over `z`: all blocks' where they are kept, else one block's with its
@@ -124,15 +132,15 @@ class MemoryModel:
         experts = self.ranks.experts / (grid.x * grid.y * grid.expert)
         block = self.ranks.layer / (grid.x * grid.y) + experts
         one = experts * self.request.shape.layers / max(self.request.shape.routed_layers, 1)
-        looped = one * item * (1 if grid.z == 1 else 2 / grid.z)
+        looped = one * item * (1 if grid.z == 1 else 2 / grid.z) * self._trained
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             again = alone and candidate.activations != "none"
-            return looped + (block - experts + one) * FLOAT32 * again
+            return looped + (block - experts + one) * (FLOAT32 if self._trained else item) * again
         if candidate.activations == "none" and alone:
             return load.blocks * block * item + looped
         if candidate.keeps_weights and alone:
             return (load.blocks + 1) * block * item + looped
-        return 2 * (block - experts + one) * item + looped
+        return (1 + self._trained) * (block - experts + one) * item + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
@@ -157,7 +165,7 @@ class MemoryModel:
         block = self._block(grid.expert, grid.x, grid.y, candidate.activations, comm)
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
         columns = self.ranks.vocab(grid) // grid.y
-        head = formulas.head_activations(shape, grid.x, columns, self._item, tokens)
+        head = formulas.head_activations(shape, grid.x, columns, self._item, tokens, trained=self._trained)
         heads = shape.heads // (grid.y * grid.x if comm.attention else grid.y) * candidate.sequences(self.request.batch)
         scores = formulas.scores_bytes(self._kernel, self.request.machine.device.platform, heads, shape.seq_len)
         scores = max(0.0, scores - tokens * block.spare)
@@ -168,7 +176,7 @@ class MemoryModel:
         # Pairs of stage and microbatch that may wait for their weight gradient alone.
         late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
         # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
-        handed = shape.hidden / grid.x * columns / tokens if load.last else 0.0
+        handed = shape.hidden / grid.x * columns / tokens if load.last and self._trained else 0.0
         layers = load.blocks / stages
         groups = group_count(layers)
         together = layers if groups == 1 else group_size(int(layers))
@@ -198,7 +206,7 @@ class MemoryModel:
         for layer, count in self.request.shape.layer_kinds():
             block = block_activations(
                 self.request.shape, x, y, self._item, activations, self._kernel, comm,
-                layer=layer, expert=expert, training=self.request.moe,
+                layer=layer, expert=expert, training=self.request.moe, lora=self.request.lora,
             )  # fmt: skip
             kinds.append((block, count))
         return mean_block(kinds)

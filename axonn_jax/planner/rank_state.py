@@ -1,12 +1,15 @@
 """Ranks of a pipeline: their share of the model, and its state in bytes; no jax."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
-from axonn_jax.grid import GridShape
-from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.adapters.declare import describe_alone
+from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.ops.costs import forward_flops, parameters
+from axonn_jax.ops.language import Param
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.request import PlanRequest, StatePlacement
 
@@ -28,6 +31,8 @@ class Load:
     """Parameters of the whole rank, experts aside."""
     experts: float
     """Parameters of its experts."""
+    moment: float
+    """Bytes of optimizer state a trained parameter, experts aside."""
 
 
 class RankState(NamedTuple):
@@ -50,16 +55,22 @@ class Ranks:
     def __init__(self, request: PlanRequest):
         shape = request.shape
         self.request = request
-        self.first, *blocks, self.last = describe_alone(shape)
+        self.first, *blocks, self.last = describe_alone(shape, request.lora)
         self.block_flops = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in blocks) / shape.layers
-        params = [(layer.count, param) for layer in blocks for param in layer.params]
+        every_param = [(layer.count, param) for layer in blocks for param in layer.params]
+        self.adapters = [(count / shape.layers, param) for count, param in every_param if param.partial]
+        """Adapters of the mean block."""
+        params = [(count, param) for count, param in every_param if not param.partial]
         routed = [(count, param) for count, param in params if "expert" in param.axes]
         pruned = [(count, param) for count, param in params if param.prunable and "expert" not in param.axes]
+        self.blocks = [(count / shape.layers, param) for count, param in every_param if "expert" not in param.axes]
+        """Parameters of the mean block, experts aside, with their number."""
         # Of the mean block; where layers alternate, all blocks have the same share of what some have.
         every, self.experts, self.kernels = (
             sum(count * param.elements for count, param in some) / shape.layers for some in (params, routed, pruned)
         )
         self.layer = every - self.experts
+        self.expert_moment = _moment(request, routed)
         self.loads = cache(self._loads)
         self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
 
@@ -80,14 +91,21 @@ class Ranks:
         params += parameters(self.last) if last else 0
         params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
         tables = first + (last and not (first and shape.tied))
-        return Load(rank, blocks, first, last, tables, params, blocks * self.experts)
+        held = [(blocks * share, param) for share, param in self.blocks]
+        held += [(1.0, param) for param in self.first.params] if first else []
+        held += [(1.0, param) for param in self.last.params] if last else []
+        moment = _moment(self.request, held)
+        return Load(rank, blocks, first, last, tables, params, blocks * self.experts, moment)
 
     def params(self, grid: GridShape, load: Load) -> float:
         """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
         return sum(self.replicated(grid, load))
 
     def trained(self, grid: GridShape, load: Load) -> tuple[float, float]:
-        """Return parameters on a device as `replicated`, without the pruned entries of kernels."""
+        """Return trained parameters on a device as `replicated`: without pruned entries, or adapters alone."""
+        if self.request.lora.adapts:
+            sizes = {axis: getattr(grid, axis) for axis in MESH_AXES}
+            return load.blocks * sum(n * p.elements / prod(sizes[a] for a in p.axes) for n, p in self.adapters), 0.0
         (dense, experts), density = self.replicated(grid, load), self.request.density
         return dense - (1.0 - density) * self._pruned(grid, load), experts * density
 
@@ -119,34 +137,46 @@ class Ranks:
 
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, gradient_item, density = self.request, self.request.gradient_item, self.request.density
+        adapts = request.lora.adapts
+        precision: formulas.Precision = "fp32" if adapts else request.precision  # adapters are float32 in each
         (dense, experts), pruned = self.replicated(grid, load), self._pruned(grid, load)
+        frozen = (dense + experts) * formulas.itemsize(request.precision) if adapts else 0.0
         of_dense, of_experts = (grid.replicas, grid.data) if zero else (1, 1)
-        held: list[tuple[float, float | None, int]] = [(dense, None, of_dense), (experts, None, of_experts)]
+        trained, of_routed = self.trained(grid, load)
+        items = (load.moment, self.expert_moment)
+        held: list[tuple[float, float | None, int, float]]
+        held = [(trained, None, of_dense, items[0]), (of_routed, None, of_experts, items[1])]
         if density < 1.0:
-            held = [(dense - pruned, None, of_dense), (pruned, pruned * density, of_dense)]
-            held.append((experts, experts * density, of_experts))
+            held = [(dense - pruned, None, of_dense, items[0]), (pruned, pruned * density, of_dense, items[0])]
+            held.append((experts, of_routed, of_experts, items[1]))
         device = [
             formulas.device_state(
-                params, request.precision, kept=kept, gradient_item=gradient_item, offload=offload, replicas=replicas,
-                apart=(bool(zero) and grid.replicas > 1) or density < 1.0,
+                params, precision, kept=kept, gradient_item=gradient_item, offload=offload, replicas=replicas,
+                moment=moment, apart=(bool(zero) and grid.replicas > 1) or density < 1.0,
             )
-            for params, kept, replicas in held
+            for params, kept, replicas, moment in held
         ]  # fmt: skip
-        dense, experts = self.trained(grid, load)
-        parts = [(dense, of_dense), (experts, of_experts)]
-        host = sum(formulas.host_state(params, request.precision, of) for params, of in parts) if offload else 0.0
-        own = sum(params / replicas for params, replicas in parts)
-        later = formulas.streamed_state(min(request.bucket, own), request.precision) if offload else 0.0
+        dense, experts = trained, of_routed
+        parts = [(dense, of_dense, items[0]), (experts, of_experts, items[1])]
+        host = sum(formulas.host_state(params, precision, of, item) for params, of, item in parts) * offload
+        own = sum(params / replicas for params, replicas, _ in parts)
+        later = formulas.streamed_state(min(request.bucket, own), precision, items[0]) if offload else 0.0
         if grid.replicas > 1:  # a bucket of gradients beside its reduced copy
             reduction = 2 * gradient_item * min(dense + (experts if grid.data > 1 else 0.0), request.bucket)
             if grid.pipe > 1 and zero:  # a program of its own takes the sums and gives a part
                 reduction += own * gradient_item
             later = max(later, reduction)
         return RankState(
-            sum(state.weights for state in device),
+            frozen + sum(state.weights for state in device),
             sum(state.gradients for state in device),
             sum(state.master + state.moments + state.positions for state in device),
-            sum(state.total for state in device),
+            frozen + sum(state.total for state in device),
             host,
             later,
         )
+
+
+def _moment(request: PlanRequest, params: Iterable[tuple[float, Param]]) -> float:
+    """Return the mean bytes of optimizer state for an element of those parameters that are trained."""
+    sizes = [(count * param.elements, request.state_item(param)) for count, param in params if param.trained]
+    return sum(size * item for size, item in sizes) / max(sum(size for size, _ in sizes), 1.0)

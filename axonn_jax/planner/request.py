@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from axonn_jax.adapters.config import LoraConfig, step_flops
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GRID_AXES, GridShape
 from axonn_jax.hardware import AttentionDevice
@@ -10,10 +11,11 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.ops.costs import StepPolicy
-from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
+from axonn_jax.ops.language import Param
+from axonn_jax.options import Activations, AttentionKernel, Optimizer, PipelinePolicy, ReshardAfter, ResidualComm
 from axonn_jax.planner.communication import StepSpec
 from axonn_jax.planner.machines.machine import Device, Machine
-from axonn_jax.planner.memory import Precision, itemsize
+from axonn_jax.planner.memory import AVERAGE, Precision, itemsize, state_item
 from axonn_jax.schedule.policies import Policy, may_split, policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionForm, AttentionRule, choose_form
@@ -45,8 +47,9 @@ _CUDNN = 91100
 
 
 def form_taken(
-    device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN
-) -> AttentionForm:
+    device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN, *,
+    packed: bool = False,
+) -> AttentionForm:  # fmt: skip
     """The form that a program takes there which may choose.
 
     On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
@@ -57,7 +60,7 @@ def form_taken(
     if device.platform == "cuda":
         major, minor = str(float(device.capability)).split(".")
         traits = AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
-    return choose_form("auto", traits, _DTYPES[precision], head_dim, seq, rule)
+    return choose_form("auto", traits, _DTYPES[precision], head_dim, seq, rule, packed=packed)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ class PlanRequest:
 
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Training of experts, with their dispatch."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters, which alone are trained if there are any."""
+    optimizer: Optimizer | None = "adamw"
+    """Optimizer (train.optimizer); None: SGD without momentum."""
+    average: bool = False
+    """True if the optimizer's state has an average of the weights (train.ema)."""
+    packed: bool = False
+    """True if rows hold several documents, which do not see each other."""
     duplicates: bool = False
     """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
@@ -97,7 +108,12 @@ class PlanRequest:
         if self.attention != "auto":
             return AttentionForm(self.attention)
         shape, device = self.shape, self.machine.device
-        return form_taken(device, self.precision, shape.head_dim, shape.seq_len, shape.attention_rule(0))
+        rule = shape.attention_rule(0)
+        return form_taken(device, self.precision, shape.head_dim, shape.seq_len, rule, packed=self.packed)
+
+    def state_item(self, param: Param) -> float:
+        """Return the bytes of optimizer state for an element of a parameter."""
+        return state_item(self.optimizer, param) + AVERAGE * self.average
 
     def comm(self, grid: GridShape, activations: Activations) -> BlockComm:
         """Return the communication of blocks on a grid; raise ``UserError`` where it is impossible."""
@@ -111,7 +127,8 @@ class PlanRequest:
             gradient_item=self.gradient_item, density=self.density,
         )  # fmt: skip
         item = itemsize(self.precision)
-        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, self.moe, self.duplicates)
+        how = (self.moe, self.duplicates, self.lora)
+        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, *how)
 
     def schedule(self, candidate: "Candidate") -> Policy:
         """Return the policy of a candidate's pipeline."""
@@ -230,7 +247,7 @@ class Estimate:
 
     def peak_share(self, request: PlanRequest, recompute: bool = False) -> float:
         """FLOPs a second as a share of the devices' peak; with `recompute` the blocks' second forward counts too."""
-        flops = request.shape.step_flops(request.batch, recompute=recompute)
+        flops = step_flops(request.shape, request.lora, request.batch, recompute=recompute)
         return flops / (self.step_s * self.candidate.grid.devices * request.machine.peak(request.precision))
 
     @property

@@ -23,21 +23,49 @@ def fixed(pipe, data, z, y, x):
 def jobs():
     for machine, (model, devices, y, x, long) in MACHINES.items():
         rest = devices // (y * x)
-        common = ["--model", model, "--machine", machine, "--devices", str(devices), "--seq", "1024"]
+        common = ["--model", model, "--machine", machine, "--devices", str(devices), "--model.seq_len", "1024"]
         common += ["--batch-tokens", str(1024 * 8 * devices)]
         flat, sharded = fixed(1, rest, 1, y, x), fixed(1, devices // 8, 8, 1, 1)
         two, more = fixed(2, rest // 2, 1, y, x), fixed(long, devices // long, 1, 1, 1)
         for flags in (
-            [*flat, "--zero", "1"],
-            [*flat, "--offload", "optimizer", "--activations", "full"],
-            [*sharded, "--reshard-after", "step", "--activations", "full", "--microbatch", "1"],
-            [*sharded, "--reshard-after", "backward", "--activations", "save_collectives", "--microbatch", "2"],
-            [*sharded, "--activations", "offload", "--microbatch", "2"],
-            [*two, "--virtual-stages", "1", "--offload", "optimizer", "--activations", "full"],
-            [*two, "--virtual-stages", "2", "--activations", "save_collectives", "--microbatch", "1"],
-            [*more, "--virtual-stages", "1", "--zero", "1", "--offload", "optimizer"],
-            [*more, "--virtual-stages", "2", "--zero", "1", "--offload", "optimizer", "--policy", "interleaved"],
-            [*more, "--virtual-stages", "1", "--policy", "zero-bubble", "--offload", "optimizer", "--zero", "0"],
+            [*flat, "--memory.zero", "1"],
+            [*flat, "--memory.offload", "optimizer", "--memory.activations", "full"],
+            [*sharded, "--memory.reshard_after", "step", "--memory.activations", "full", "--microbatch", "1"],
+            [
+                *sharded,
+                "--memory.reshard_after",
+                "backward",
+                "--memory.activations",
+                "save_collectives",
+                "--microbatch",
+                "2",
+            ],
+            [*sharded, "--memory.activations", "offload", "--microbatch", "2"],
+            [*two, "--pipeline.virtual_stages", "1", "--memory.offload", "optimizer", "--memory.activations", "full"],
+            [*two, "--pipeline.virtual_stages", "2", "--memory.activations", "save_collectives", "--microbatch", "1"],
+            [*more, "--pipeline.virtual_stages", "1", "--memory.zero", "1", "--memory.offload", "optimizer"],
+            [
+                *more,
+                "--pipeline.virtual_stages",
+                "2",
+                "--memory.zero",
+                "1",
+                "--memory.offload",
+                "optimizer",
+                "--pipeline.policy",
+                "interleaved",
+            ],
+            [
+                *more,
+                "--pipeline.virtual_stages",
+                "1",
+                "--pipeline.policy",
+                "zero-bubble",
+                "--memory.offload",
+                "optimizer",
+                "--memory.zero",
+                "0",
+            ],
         ):
             yield [*common, *flags]
 

@@ -58,7 +58,7 @@ def sent_in(rows):
 
 
 def test_explain_lists_the_collectives_of_the_first(capsys):
-    argv = [*PLAN, "--grid.z", "2", "--grid.y", "2", "--grid.x", "2", "--zero", "1", "--explain"]
+    argv = [*PLAN, "--grid.z", "2", "--grid.y", "2", "--grid.x", "2", "--memory.zero", "1", "--explain"]
     found = json.loads(output(capsys, [*argv, "--json", "--top", "1"]))
     (best,) = found["configs"]
     grid = GridShape(**{axis: best[axis] for axis in GRID_AXES})
@@ -102,7 +102,7 @@ def test_plan_says_what_the_memory_limit_is_made_of(capsys):
 )
 def test_plan_says_why_attention_is_not_fused(capsys, model, machine, precision, why):
     argv = ["plan", "--model", model, "--machine", machine, "--devices", "8", "--batch-tokens", "65536"]
-    found = json.loads(output(capsys, [*argv, "--precision", precision, "--grid.z", "8", "--json"]))
+    found = json.loads(output(capsys, [*argv, "--memory.precision", precision, "--grid.z", "8", "--json"]))
     assert [said for said in found["configs"][0]["why"] if said.startswith("Attention")] == why
 
 
@@ -116,7 +116,7 @@ def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
 @pytest.mark.parametrize(("model", "raised"), [("gpt-10b", False), ("gpt-13b", True)])
 def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raised(capsys, model, raised):
     asked = ["plan", "--model", model, "--machine", "dgx-h100", "--devices", "2", "--batch-tokens", "131072"]
-    out = output(capsys, [*asked, "--offload", "optimizer"])
+    out = output(capsys, [*asked, "--memory.offload", "optimizer"])
     assert "GB on the host for each device, one a process" in out
     assert ("the run raises XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in out) is raised
 
@@ -124,17 +124,17 @@ def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raise
 @pytest.mark.parametrize(
     "chosen",
     [
-        ["--offload", "none", "--zero", "0", "--activations", "full"],
-        ["--offload", "optimizer", "--zero", "0", "--activations", "none"],
-        ["--offload", "none", "--zero", "1", "--grid.data", "4", "--precision", "fp16"],
-        ["--activations", "offload", "--grid.pipe", "4", "--virtual-stages", "2"],
-        ["--activations", "full", "--grid.z", "8", "--reshard-after", "step"],
+        ["--memory.offload", "none", "--memory.zero", "0", "--memory.activations", "full"],
+        ["--memory.offload", "optimizer", "--memory.zero", "0", "--memory.activations", "none"],
+        ["--memory.offload", "none", "--memory.zero", "1", "--grid.data", "4", "--memory.precision", "fp16"],
+        ["--memory.activations", "offload", "--grid.pipe", "4", "--pipeline.virtual_stages", "2"],
+        ["--memory.activations", "full", "--grid.z", "8", "--memory.reshard_after", "step"],
     ],
 )
 def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
     from axonn_jax.train.config_file import loads, split_argv
 
-    argv = [*PLAN[:-1], "2048", "--seq", "16", "--json", *chosen]
+    argv = [*PLAN[:-1], "2048", "--model.seq_len", "16", "--json", *chosen]
     found = json.loads(output(capsys, argv))["configs"][0]
     words = found["command"].split()
     rest, flags = split_argv(words[words.index("CONFIG.toml") + 1 :])
@@ -144,8 +144,8 @@ def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
     assert config.train.global_batch == 128
     assert config.memory.activations == found["activations"]
     asked = dict(zip(chosen[::2], chosen[1::2], strict=True))
-    assert config.memory.offload == asked.get("--offload", config.memory.offload)
-    assert str(config.memory.zero) == asked.get("--zero", str(config.memory.zero))
+    assert config.memory.offload == asked.get("--memory.offload", config.memory.offload)
+    assert str(config.memory.zero) == asked.get("--memory.zero", str(config.memory.zero))
 
 
 def test_pictures(capsys, tmp_path):
@@ -204,12 +204,18 @@ def test_amounts_that_mean_nothing(text):
         (["--memory-limit", "43GB"], ["--memory-limit = '43GB': at most 42.95GB, the memory of A100 40 GB"]),
         (["--memory-limit", "1MB"], ["--memory-limit = '0.001GB': an amount that fits; pipe", "GB a device"]),
         (["--overlap", "gather"], ["--overlap = 'gather'", "did you mean 'gathers'?"]),
-        (["--precision", "fp8"], ["--precision", "fp8"]),
-        (["--seq", "-1"], ["--seq = -1"]),
+        (["--memory.precision", "fp8"], ["--memory.precision", "fp8"]),
+        (["--model.seq_len", "-1"], ["model.seq_len = -1"]),
         (["--top", "0"], ["--top = 0"]),
-        (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
-        (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
-        (["--reshard-after", "step", "--grid.pipe", "4"], ["--reshard-after = 'step'", "auto or forward"]),
+        (["--polcy", "message"], ["--polcy", "did you mean '--pipeline.policy'?"]),
+        (
+            ["--machine", "laptop", "--memory.precision", "bf16"],
+            ["--memory.precision = 'bf16': one that a CPU core has: fp32"],
+        ),
+        (
+            ["--memory.reshard_after", "step", "--grid.pipe", "4"],
+            ["--memory.reshard_after = 'step'", "auto or forward"],
+        ),
     ],
 )
 def test_nonsense_is_one_line(refused, change, parts):
@@ -233,10 +239,10 @@ def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkey
 
 
 def test_residual_comm_are_priced_and_in_the_command(capsys):
-    grids = ["--grid.x", "16", "--activations", "full", "--json"]
+    grids = ["--grid.x", "16", "--memory.activations", "full", "--json"]
     found = {}
     for wanted in ("all_reduce", "auto"):
-        found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--residual-comm", wanted]))
+        found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--tensor.residual_comm", wanted]))
     papers, auto = (found[wanted]["configs"][0] for wanted in ("all_reduce", "auto"))
     assert auto["step_s"] < papers["step_s"]
     assert auto["command"].endswith("--tensor.residual_comm auto")
@@ -245,6 +251,6 @@ def test_residual_comm_are_priced_and_in_the_command(capsys):
 
 def test_residual_comm_that_cannot_be(refused):
     refused(
-        [*PLAN, "--residual-comm", "gather", "--sequence-parallel"],
-        "--residual-comm = 'gather': all_reduce or auto with",
+        [*PLAN, "--tensor.residual_comm", "gather", "--memory.sequence_parallel"],
+        "--tensor.residual_comm = 'gather': all_reduce or auto with",
     )

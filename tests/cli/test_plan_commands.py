@@ -17,38 +17,38 @@ from axonn_jax.train.config_file import loads, split_argv
 from axonn_jax.train.validate import check
 
 CASES = [  # machine, preset, devices, what else is asked for
-    ("alps", "gpt2", 2, "--grid.z 2 --activations full --offload none"),
-    ("perlmutter", "gpt-2.7b", 2, "--grid.pipe 2 --policy 1f1b"),
+    ("alps", "gpt2", 2, "--grid.z 2 --memory.activations full --memory.offload none"),
+    ("perlmutter", "gpt-2.7b", 2, "--grid.pipe 2 --pipeline.policy 1f1b"),
     ("laptop", "gpt2", 8, ""),
     ("perlmutter", "gpt-80b", 16, ""),
-    ("summit", "gpt-12b", 8, "--policy 1f1b --activations full"),
+    ("summit", "gpt-12b", 8, "--pipeline.policy 1f1b --memory.activations full"),
     ("laptop", "gpt2-medium", 8, ""),
-    ("laptop", "gpt2-large", 8, "--grid.y 2 --reshard-after step --activations full"),
+    ("laptop", "gpt2-large", 8, "--grid.y 2 --memory.reshard_after step --memory.activations full"),
     ("laptop", "gpt2-xl", 8, ""),
-    ("laptop", "gpt-1.3b", 16, "--policy gpipe --grid.pipe 2"),
+    ("laptop", "gpt-1.3b", 16, "--pipeline.policy gpipe --grid.pipe 2"),
     ("summit", "gpt-24b", 16, ""),
     ("summit", "llama2-7b", 8, ""),
-    ("summit", "gpt-2.7b", 8, "--reshard-after backward --offload none --microbatch 2"),
-    ("summit", "gpt-100b", 128, "--grid.pipe 8 --grid.y 2 --grid.x 1 --virtual-stages 2"),
-    ("frontier", "gpt-6.7b", 8, "--grid.y 2 --residual-comm gather --grid.x 2"),
+    ("summit", "gpt-2.7b", 8, "--memory.reshard_after backward --memory.offload none --microbatch 2"),
+    ("summit", "gpt-100b", 128, "--grid.pipe 8 --grid.y 2 --grid.x 1 --pipeline.virtual_stages 2"),
+    ("frontier", "gpt-6.7b", 8, "--grid.y 2 --tensor.residual_comm gather --grid.x 2"),
     ("frontier", "gpt-50b", 16, ""),
-    ("frontier", "llama2-70b", 16, "--grid.y 4 --sequence-parallel"),
+    ("frontier", "llama2-70b", 16, "--grid.y 4 --memory.sequence_parallel"),
     ("frontier", "gpt-60b", 16, ""),
-    ("perlmutter", "gpt-5b", 8, "--zero 1 --grid.data 4 --grid.pipe 1"),
+    ("perlmutter", "gpt-5b", 8, "--memory.zero 1 --grid.data 4 --grid.pipe 1"),
     ("perlmutter", "gpt-40b", 8, ""),
-    ("perlmutter", "gpt-1.3b", 8, "--activations dots --precision fp16 --microbatch 2"),
-    ("perlmutter", "llama2-13b", 8, "--grid.pipe 2 --policy interleaved --virtual-stages 2"),
-    ("perlmutter-80gb", "gpt-10b", 8, "--zero 1 --grid.pipe 4"),
-    ("perlmutter-80gb", "llama3-8b", 8, "--grid.y 2 --residual-comm auto"),
-    ("perlmutter-80gb", "llama2-70b", 16, "--reshard-after step --microbatch 1"),
-    ("alps", "gpt-20b", 8, "--grid.pipe 2 --policy zero-bubble"),
+    ("perlmutter", "gpt-1.3b", 8, "--memory.activations dots --memory.precision fp16 --microbatch 2"),
+    ("perlmutter", "llama2-13b", 8, "--grid.pipe 2 --pipeline.policy interleaved --pipeline.virtual_stages 2"),
+    ("perlmutter-80gb", "gpt-10b", 8, "--memory.zero 1 --grid.pipe 4"),
+    ("perlmutter-80gb", "llama3-8b", 8, "--grid.y 2 --tensor.residual_comm auto"),
+    ("perlmutter-80gb", "llama2-70b", 16, "--memory.reshard_after step --microbatch 1"),
+    ("alps", "gpt-20b", 8, "--grid.pipe 2 --pipeline.policy zero-bubble"),
     ("alps", "gpt-160b", 16, ""),
     ("alps", "llama3-70b", 8, ""),
     ("alps", "gpt-320b", 64, "--grid.pipe 4 --grid.y 2 --grid.x 1"),
-    ("dgx-h100", "gpt-13b", 8, "--offload optimizer --zero 1 --grid.data 2 --grid.pipe 2"),
+    ("dgx-h100", "gpt-13b", 8, "--memory.offload optimizer --memory.zero 1 --grid.data 2 --grid.pipe 2"),
     ("dgx-h100", "llama3-405b", 128, "--grid.pipe 2 --grid.y 4 --grid.x 1"),
     ("dgx-h100", "gpt-640b", 256, "--grid.pipe 1 --grid.y 4 --grid.x 2"),
-    ("dgx-h100", "llama3-8b", 8, "--grid.pipe 4 --activations offload --virtual-stages 4"),
+    ("dgx-h100", "llama3-8b", 8, "--grid.pipe 4 --memory.activations offload --pipeline.virtual_stages 4"),
     ("perlmutter-80gb", "gemma2-2b", 4, "--grid.pipe 2"),
     ("dgx-h100", "gemma2-9b", 8, "--grid.y 2"),
     ("alps", "gemma2-27b", 8, ""),
@@ -109,12 +109,12 @@ def assert_same(row, found, asked, words, data):
     }
     assert said == {name: row[name] for name in said}
     assert memory.precision == found["precision"]
-    assert memory.sequence_parallel == found["sequence_parallel"] == ("--sequence-parallel" in asked)
+    assert memory.sequence_parallel == found["sequence_parallel"] == ("--memory.sequence_parallel" in asked)
     assert layout.residual_comm == found["residual_comm"]
     assert train.global_batch == found["batch_sequences"]
     if pipe > 1:
-        wanted = [*asked.split(), "--policy", "message"]
-        assert pipeline.policy == wanted[wanted.index("--policy") + 1]
+        wanted = [*asked.split(), "--pipeline.policy", "message"]
+        assert pipeline.policy == wanted[wanted.index("--pipeline.policy") + 1]
     tables = {name.partition(".")[0].removeprefix("--") for name in chosen}
     assert tables <= {"model", "grid", "train", "memory"} | ({"pipeline"} if pipe > 1 else set())
     assert {name for name in chosen if name.startswith("--model")} == {"--model.preset"}

@@ -4,9 +4,13 @@ import dataclasses
 import json
 import shlex
 
+import instruction_data
 import pytest
 
 from axonn_jax.cli.main import main
+from axonn_jax.cli.plan import Plan
+from axonn_jax.cli.plan.flags import ask
+from axonn_jax.cli_args import parse
 from axonn_jax.models.huggingface.families import config_from_shape
 from axonn_jax.models.presets import preset
 from axonn_jax.train.config_file import read, split_argv
@@ -86,23 +90,79 @@ def test_a_pruned_configuration_is_planned_pruned(tmp_path, capsys):
     file = tmp_path / "own.toml"
     file.write_text(OWN + "[prune]\ndensity = 0.1\n")
     assert planned(capsys, "--model", str(file))["density"] == 0.1
-    assert planned(capsys, "--model", str(file), "--density", "0.5")["density"] == 0.5
+    assert planned(capsys, "--model", str(file), "--prune.density", "0.5")["density"] == 0.5
 
 
-def test_a_state_that_is_not_counted_is_said(tmp_path, capsys):
+def memory(found, kind="optimizer"):
+    return found["configs"][0]["memory"][kind]
+
+
+@pytest.mark.parametrize(
+    ("settings", "item"),
+    [
+        ("adamw", 8),
+        ("lion", 4),
+        ("sgd", 4),
+        ("adamw_bf16", 6),
+        ("lion --train.ema 0.99", 8),
+        ("sgd --train.beta1 0", 0),
+    ],
+)
+def test_an_optimizers_own_state_is_counted(capsys, settings, item):
+    where = ("--model", "gpt-5b", "--memory.precision", "fp32", "--grid.x", "16", "--memory.offload", "none")
+    found = planned(capsys, *where, "--train.optimizer", *settings.split())
+    assert memory(found) / memory(found, "weights") == pytest.approx(item / 4)
+
+
+def test_sizes_by_flag_are_those_of_a_file(tmp_path, capsys):
     file = tmp_path / "own.toml"
-    file.write_text(OWN.replace("[train]", '[train]\noptimizer = "lion"\nema = 0.99'))
-    assert main(["plan", "--model", str(file), *MACHINE[:-1]]) == 0
-    words = (
-        "optimizer: AdamW's two moments a parameter are counted, in the place of train.optimizer = lion and train.ema"
+    file.write_text(OWN)
+    sizes = ("--model.layers", "24", "--model.hidden=2048", "--model.seq_len", "512", "--train.global_batch", "128")
+    by_flag = planned(capsys, "--model", str(file), *sizes)
+    assert (by_flag["seq_len"], by_flag["batch_sequences"]) == (512, 128)
+    config = settled(by_flag["configs"][0]["command"])
+    assert (config.model.shape().layers, config.model.shape().hidden, config.train.global_batch) == (24, 2048, 128)
+    file.write_text(OWN.replace("= 12", "= 24").replace("hidden = 1024", "hidden = 2048").replace("1024", "512"))
+    in_file = planned(capsys, "--model", str(file), "--train.global_batch", "128")
+    for one in (*by_flag["configs"], *in_file["configs"]):
+        one.pop("command")
+    assert by_flag == in_file
+
+
+def test_adapters_take_the_memory_of_the_frozen_model_and_little_else(tmp_path, capsys):
+    own = tmp_path / "own.toml"
+    own.write_text('[data]\npath = "x"\n')
+    where = ("plan", "--model", "llama3-8b", "--machine", "perlmutter", "--devices", "4", "--train.global_batch", "16")
+    whole = ("--memory.offload", "none", "--memory.zero", "0")
+    assert main([*where, *whole]) == 2  # all weights trained: 16 bytes a parameter do not fit
+    assert "GB a device" in capsys.readouterr().err
+    assert main([*where, *whole, "--lora.rank", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["configs"][0]
+    assert found["lora_rank"] == 16
+    shards = best["pipe"] * best["z"] * best["y"] * best["x"]
+    assert best["memory"]["weights"] == pytest.approx(2 * 8.03e9 / shards, rel=0.03)
+    assert best["memory"]["optimizer"] < 0.03 * best["memory"]["weights"]
+    assert settled(best["command"].replace("CONFIG.toml", str(own))).lora.rank == 16
+
+
+def test_packed_rows_take_the_kernel_that_a_run_takes(tmp_path):
+    """No fused kernel takes masks of packed rows; cuDNN's does windows of other rows."""
+    rows, _ = instruction_data.prepared(
+        tmp_path, instruction_data.rows(60), instruction_data.tokenizer(tmp_path / "tokenizer"), 256
     )
-    assert words in capsys.readouterr().out
+    flags = ("--model", "gpt2", *MACHINE[:-1], "--model.seq_len", "256")
+    kernels = [
+        ask(parse(Plan, [*flags, *data], "plan")).request.attention_form.kernel
+        for data in ((), ("--data.path", str(rows.path)))
+    ]
+    assert kernels == ["cudnn", "blocked"]
 
 
 def test_the_command_leaves_no_setting_of_the_file_that_was_not_planned(tmp_path, capsys):
     file = tmp_path / "own.toml"
     file.write_text(OWN + 'ema = 0.9\n[grid]\ndata = 3\n[memory]\noffload = "optimizer"\nzero = 1\n')
-    found = planned(capsys, "--model", str(file), "--offload", "none", "--zero", "0")
+    found = planned(capsys, "--model", str(file), "--memory.offload", "none", "--memory.zero", "0")
     for best in found["configs"]:
         config = settled(best["command"])
         assert config.grid.devices == 16
@@ -113,7 +173,7 @@ def test_the_command_leaves_no_setting_of_the_file_that_was_not_planned(tmp_path
     ("text", "words"),
     [
         (None, "--model = '{file}': "),
-        (OWN + "[lora]\nrank = 8\n", "--model = '{file}': a configuration without [lora]: a plan counts all weights"),
+        (OWN + '[lora]\nrank = 8\ntargets = ["w"]\n', "lora.targets = 'w': one of q, k, v"),
         (OWN.replace("vocab = 32000\n", ""), "model.vocab = (not given): given in {file}, or its data prepared"),
         ("[model", "CONFIG.toml = '{file}': valid TOML"),
         (OWN.replace("layers", "layer"), "did you mean"),
@@ -126,3 +186,21 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, text, words):
     assert main(["plan", "--model", str(file), *MACHINE]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words.format(file=file) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora.rank", "x"], "lora.rank = 'x': "),
+        (["--lora.rnk", "8"], "lora.rnk = 8: not a known key; did you mean 'rank'?"),
+        (["--train.microbatches", "4"], "--train.microbatches = 4: left out, as a plan chooses it: --microbatch fixes"),
+        (["--train.global_batch", "64", "--batch-tokens", "4Mi"], "--batch-tokens = '4Mi': left out beside"),
+        (["--model.heads", "7"], "model.heads = 7: "),
+        (["--zero", "1"], "--zero = '1': not a flag of axonn-jax plan; did you mean '--memory.zero'?"),
+        (["--lora.rank"], "lora.rank = (not given): "),
+    ],
+)
+def test_a_wrong_setting_is_one_line(capsys, flags, words):
+    assert main(["plan", "--model", "gpt-5b", *MACHINE, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

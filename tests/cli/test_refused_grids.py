@@ -9,11 +9,17 @@ WRONG = [
     (["--grid.data", "32"], "--grid.data = 32: one of 1, 2, 4, 8, 16, which"),
     (["--grid.pipe", "8", "--grid.data", "4"], "--grid.pipe = 8: one of 1, 2, 4, which"),
     (["--grid.data", "2", "--microbatch", "128"], "--grid.data = 2: 1, which"),
-    (["--grid.pipe", "1", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
-    (["--grid.z", "16", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
-    (["--virtual-stages", "30"], "--virtual-stages = 30: such as "),
-    (["--policy", "1f1b", "--virtual-stages", "2"], "--virtual-stages = 2: 1 with --policy 1f1b"),
-    (["--reshard-after", "backward", "--virtual-stages", "2"], "--reshard-after = 'backward': auto or forward"),
+    (["--grid.pipe", "1", "--pipeline.virtual_stages", "2"], "--pipeline.virtual_stages = 2: 1 without a pipeline"),
+    (["--grid.z", "16", "--pipeline.virtual_stages", "2"], "--pipeline.virtual_stages = 2: 1 without a pipeline"),
+    (["--pipeline.virtual_stages", "30"], "--pipeline.virtual_stages = 30: such as "),
+    (
+        ["--pipeline.policy", "1f1b", "--pipeline.virtual_stages", "2"],
+        "--pipeline.virtual_stages = 2: 1 with --pipeline.policy 1f1b",
+    ),
+    (
+        ["--memory.reshard_after", "backward", "--pipeline.virtual_stages", "2"],
+        "--memory.reshard_after = 'backward': auto or forward",
+    ),
     (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
 ]
 
@@ -31,7 +37,7 @@ def test_devices_are_named_where_nothing_else_is_given(refused):
 
 
 def test_virtual_stages_mean_a_pipeline(capsys):
-    found = answer(capsys, *PLAN, "--virtual-stages", "2")
+    found = answer(capsys, *PLAN, "--pipeline.virtual_stages", "2")
     assert {one["virtual_stages"] for one in found["configs"]} == {2}
     assert all(one["pipe"] > 1 for one in found["configs"])
     assert any("no pipeline for virtual stages" in one["why"] for one in found["rejected"])
@@ -39,6 +45,8 @@ def test_virtual_stages_mean_a_pipeline(capsys):
 
 def test_one_grid_is_not_said_as_many(capsys):
     few = ["plan", "--model", "gpt-1.3b", "--machine", "perlmutter", "--devices", "2", "--batch-tokens", "2048"]
-    counts = [one["grid"] for one in answer(capsys, *few, "--grid.data", "1", "--offload", "optimizer")["rejected"]]
+    counts = [
+        one["grid"] for one in answer(capsys, *few, "--grid.data", "1", "--memory.offload", "optimizer")["rejected"]
+    ]
     assert "1 grid" in counts
     assert "1 grids" not in counts

@@ -10,7 +10,17 @@ from axonn_jax.cli_args import parse
 
 
 def test_simulate_as_json(capsys):
-    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--virtual-stages", "1", "--baselines", "--json"]
+    argv = [
+        *SIMULATE,
+        "--grid.pipe",
+        "4",
+        "--grid.data",
+        "4",
+        "--pipeline.virtual_stages",
+        "1",
+        "--baselines",
+        "--json",
+    ]
     found = json.loads(output(capsys, argv))
     assert found["grid"] == {"pipe": 4, "data": 4, "expert": 1, "z": 1, "y": 1, "x": 1}
     assert found["finished"] is True
@@ -28,7 +38,18 @@ def test_simulate_a_failure(capsys):
 
 
 def test_simulate_slow_rank_and_jitter(capsys):
-    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--activations", "full", "--microbatch", "1", "--json"]
+    argv = [
+        *SIMULATE,
+        "--grid.pipe",
+        "4",
+        "--grid.data",
+        "4",
+        "--memory.activations",
+        "full",
+        "--microbatch",
+        "1",
+        "--json",
+    ]
     calm = json.loads(output(capsys, argv))
     rough = json.loads(output(capsys, [*argv, "--jitter", "0.3", "--slow", "1:1.5"]))
     assert rough["step_s"] > 1.3 * calm["step_s"]
@@ -50,11 +71,11 @@ def test_nonsense_for_simulate_is_one_line(refused, change, part):
     refused([*SIMULATE, *change], part)
 
 
-BESIDE = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--microbatch", "2", "--activations", "none"]
+BESIDE = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--microbatch", "2", "--memory.activations", "none"]
 
 
 def test_baselines_have_the_same_memory(capsys):
-    static = [*BESIDE, "--virtual-stages", "1", "--memory-limit", "32GB", "--baselines"]
+    static = [*BESIDE, "--pipeline.virtual_stages", "1", "--memory-limit", "32GB", "--baselines"]
     found = json.loads(output(capsys, [*static, "--json"]))
     assert found["memory_limit_bytes"] == 32e9
     for name, need in found["baselines_memory_bytes"].items():
@@ -71,11 +92,11 @@ def test_a_baseline_is_once_itself_also_where_the_slowest_of_replicas_counts(cap
         "0.2",
         "--slow",
         "1:1.2",
-        "--offload",
+        "--memory.offload",
         "optimizer",
-        "--policy",
+        "--pipeline.policy",
         policy,
-        "--virtual-stages",
+        "--pipeline.virtual_stages",
         "2",
     ]
     found = json.loads(output(capsys, [*BESIDE, *rough, "--baselines", "--json"]))
@@ -86,8 +107,8 @@ def test_a_baseline_is_once_itself_also_where_the_slowest_of_replicas_counts(cap
 
 
 def test_where_nothing_fits_the_baselines_have_no_limit_either(capsys):
-    argv = [*SIMULATE, "--model", "gpt-80b", "--grid.pipe", "4", "--microbatch", "2", "--activations", "none"]
-    argv += ["--offload", "none", "--baselines"]
+    argv = [*SIMULATE, "--model", "gpt-80b", "--grid.pipe", "4", "--microbatch", "2", "--memory.activations", "none"]
+    argv += ["--memory.offload", "none", "--baselines"]
     found = json.loads(output(capsys, [*argv, "--json"]))
     assert found["fits"] is False
     assert found["memory_bytes"] > found["memory_limit_bytes"]
@@ -96,7 +117,16 @@ def test_where_nothing_fits_the_baselines_have_no_limit_either(capsys):
 
 
 def test_every_option_of_the_row_is_said(capsys):
-    options = ["--reshard-after", "step", "--offload", "optimizer", "--zero", "1", "--activations", "full"]
+    options = [
+        "--memory.reshard_after",
+        "step",
+        "--memory.offload",
+        "optimizer",
+        "--memory.zero",
+        "1",
+        "--memory.activations",
+        "full",
+    ]
     out = output(capsys, [*SIMULATE, *options, "--model", "gpt-1.3b", "--grid.z", "8", "--grid.data", "2"])
     for said in ("activations full", "reshard_after step", "offload optimizer", "zero 1", "GB a device (fits "):
         assert said in out
@@ -105,7 +135,7 @@ def test_every_option_of_the_row_is_said(capsys):
 
 
 def test_the_command_has_what_only_a_simulation_is_asked(capsys):
-    argv = [*SIMULATE, "--grid.pipe", "4", "--layers", "16", "--no-split-backward", "--json"]
+    argv = [*SIMULATE, "--grid.pipe", "4", "--model.layers", "16", "--pipeline.split_backward", "false", "--json"]
     words = json.loads(output(capsys, argv))["command"].split()
     assert words[words.index("--model.layers") + 1] == "16"
     assert words[words.index("--pipeline.split_backward") + 1] == "false"

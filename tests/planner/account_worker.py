@@ -8,6 +8,7 @@ import sys
 import jax
 from compiled.accounting import account
 
+from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
@@ -29,7 +30,7 @@ for case in cases:
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
     comm = BlockComm(*map(bool, case.pop("comm")))
     grid, moe = GridShape(1, *case.pop("axes"), expert=case.pop("expert", 1)), MoeConfig(**case.pop("moe", {}))
-    sequences = case.pop("sequences")
-    done = account(StepSpec(shape, grid, sequences, StepPolicy(**case), comm=comm, moe=moe))
+    sequences, lora = case.pop("sequences"), LoraConfig(**case.pop("lora", {}))
+    done = account(StepSpec(shape, grid, sequences, StepPolicy(**case), comm=comm, moe=moe, lora=lora))
     rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
     print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

@@ -7,6 +7,7 @@ import pytest
 from accounting import case, check
 from compiled.accounting import Accounting, account
 
+from axonn_jax.adapters.config import TARGETS
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
@@ -43,6 +44,24 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(QWEN, (2, 2, 2, 2), "none", 2),
             case(QWEN, (2, 1, 4, 2), "full", 1, scanned=True, comm=(1, 1)),
             case(QWEN, (2, 2, 4, 1), "save_collectives", 1, comm=(0, 0, 1)),
+        ],
+    )
+
+
+def test_steps_that_train_adapters_alone():
+    """Every layout of the block, the life of gathered weights, and targets that leave out the first projection."""
+    every, some, late = ({"rank": 4, "targets": list(targets)} for targets in (TARGETS, "qv", ["o", "down"]))
+    check(
+        16,
+        [
+            case(LLAMA, (2, 2, 2, 2), lora=every),
+            case(GPT, (2, 2, 2, 2), "full", 2, scanned=True, lora=some),
+            case(QWEN, (2, 2, 2, 2), "full", 2, lora=every),
+            case(LLAMA, (1, 4, 2, 2), "none", 2, comm=(1, 1), lora=every),
+            case(LLAMA, (2, 2, 2, 2), "full", comm=(0, 0, 1), lora=some),
+            case(GPT, (2, 2, 4, 1), "none", comm=(0, 0, 1), lora=late),
+            case(LLAMA, (2, 2, 2, 2), "full", 3, reshard_after="step", lora=late),
+            case(QWEN, (2, 2, 2, 2), "none", 2, reshard_after="backward", comm=(0, 0, 1), lora=every),
         ],
     )
 

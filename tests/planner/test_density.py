@@ -51,13 +51,13 @@ def test_fewer_stages_and_a_faster_step(capsys):
     found = []
     for density in ("1", "0.1"):
         words = ["--model", "gpt-2.7b", "--machine", "summit", "--devices", "512", "--batch-tokens", "1Mi"]
-        assert main(["plan", *words, "--density", density, "--json"]) == 0
+        assert main(["plan", *words, "--prune.density", density, "--json"]) == 0
         text = capsys.readouterr().out
         found.append(min(json.loads(text)["configs"], key=lambda config: config["step_s"]))
     dense, pruned = found
     assert pruned["pipe"] < dense["pipe"]
     assert pruned["step_s"] < 0.8 * dense["step_s"]
-    assert main(["plan", *words, "--density", "0.1"]) == 0
+    assert main(["plan", *words, "--prune.density", "0.1"]) == 0
     assert "--prune.density 0.1" in capsys.readouterr().out
 
 
@@ -72,10 +72,10 @@ def test_bad_densities(capsys):
             "512",
             "--batch-tokens",
             "1Mi",
-            f"--density={text}",
+            f"--prune.density={text}",
         ]
         assert main(["plan", *words]) == 2
-        assert "--density = " in capsys.readouterr().err
+        assert "prune.density = " in capsys.readouterr().err
 
 
 def test_gradients_of_kept_entries_travel_over_data():

@@ -142,7 +142,7 @@ def test_a_file_of_ones_own(tmp_path):
         load_machine("frontiers")
     with pytest.raises(UserError, match="can be read"):
         load_machine(str(tmp_path / "none.toml"))
-    with pytest.raises(UserError, match="--precision = 'bf16': one that a box has: fp32"):
+    with pytest.raises(UserError, match=r"--memory\.precision = 'bf16': one that a box has: fp32"):
         machine.peak("bf16")
 
 

@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
-from axonn_jax.cli.plan.model import named_model
+from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, asked, chosen, command
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
@@ -36,18 +35,17 @@ def run(args: Plan) -> int:
     Raises:
         UserError: a flag is wrong, or nothing is legal or fits.
     """
-    asked = question(args)
+    question = ask(args)
     with Ticker("comparing grids") as ticker:
-        result = asked.answer()
+        result = question.answer()
         if args.png is not None:
             from axonn_jax.planner.picture import draw_plan
             from axonn_jax.planner.report import scaling
 
             ticker.now("drawing")
-            curve = scaling(_fewer(args), result.best, asked.space, asked.limit)
-            draw_plan(asked.request, result, curve, args.png, title=f"{args.model} on {args.machine}")
-    request, limit = asked.request, asked.limit
-    print(json.dumps(_figures(args, request, result, limit)) if args.json else text(args, request, result, limit))
+            curve = scaling(_fewer(args), result.best, question.space, question.limit)
+            draw_plan(question.request, result, curve, args.png, title=f"{args.model} on {args.machine}")
+    print(json.dumps(_figures(args, question, result)) if args.json else text(args, question, result))
     return 0
 
 
@@ -57,7 +55,7 @@ def _fewer(args: Plan) -> list[PlanRequest]:
     while devices % 2 == 0 and devices > max(1, args.devices // 16):
         devices //= 2
         try:
-            requests.append(question(replace(args, devices=devices)).request)
+            requests.append(ask(replace(args, devices=devices)).request)
         except UserError:
             break
     return requests
@@ -83,15 +81,16 @@ def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> dict[str, Any]:
+def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, Any]:
+    request = question.request
     return {
         **asked(args, request),
-        "memory_limit_bytes": limit,
+        "memory_limit_bytes": question.limit,
         "configs": [
             {
                 **_config(request, estimate),
                 "why": explain(request, result, estimate),
-                "command": command(args.model, request, estimate.candidate, args.seq),
+                "command": command(question.named, request, estimate.candidate),
             }
             for estimate in result.in_order()[: args.top]
         ],
@@ -122,14 +121,17 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
     return ["", title, *table(heads, rows, left=(0, 1, 2, 3)), *(zero if estimate.candidate.zero else [])]
 
 
-def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
+def text(args: Plan, question: Question, result: SearchResult) -> str:
     """Return the printed text of `axonn-jax plan`: the best grids, the reasons, and the rejected ones."""
-    shown = result.in_order()[: args.top]
-    density = "" if request.density == 1.0 else f", density {request.density:g}"
+    request, shown = question.request, result.in_order()[: args.top]
+    settings = [f"density {request.density:g}"] if request.density < 1.0 else []
+    settings += [f"adapters of rank {request.lora.rank}"] if request.lora.adapts else []
+    settings += ["packed rows"] if request.packed else []
+    settings += [_limited(request, question.limit)]
     lines = [
         f"{args.model} ({request.shape.params() / 1e9:.1f} B parameters) on {args.devices} x "
         f"{request.machine.device.kind} of {args.machine}: {request.batch} sequences of "
-        f"{request.shape.seq_len} tokens a step, {request.precision}{density}, {_limited(request, limit)}",
+        f"{request.shape.seq_len} tokens a step, {request.precision}, {', '.join(settings)}",
         "",
         *_table(request, shown),
         "",
@@ -148,8 +150,6 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
     lines.append(
         "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     )
-    if state := named_model(args.model).state:
-        lines.append(f"  optimizer: AdamW's two moments a parameter are counted, in the place of {state}")
     if best.memory.host:
         stays = f", of which {best.memory.staying / 1e9:.1f} GB stay on the device" if best.memory.staying else ""
         lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process{stays}")
@@ -170,7 +170,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
     lines += [
         "",
         "To run the first (CONFIG.toml names the data):",
-        f"  {command(args.model, request, best.candidate, args.seq)}",
+        f"  {command(question.named, request, best.candidate)}",
     ]
     return "\n".join(lines)
 

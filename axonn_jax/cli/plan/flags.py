@@ -5,11 +5,12 @@ from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from axonn_jax.cli.plan.model import named_model
-from axonn_jax.cli.plan.refusals import check_legal
+from axonn_jax.cli.plan.model import NamedModel, named_model
+from axonn_jax.cli.plan.refusals import VIRTUAL, check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
+from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import (
     Activations,
     Offload,
@@ -21,6 +22,7 @@ from axonn_jax.options import (
     amount_of_bytes,
 )
 from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.memory import itemsize
 from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import SearchResult, search
 from axonn_jax.planner.space import SEARCHED, SearchSpace
@@ -71,32 +73,28 @@ class PlanFlags:
     """Number of devices: GPUs, or GCDs."""
     batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device, or a configuration's")] = None
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
-    seq: Annotated[int | None, Arg(default="the model's", least=1)] = None
-    """Tokens of a sequence."""
     grid: Axes = field(default_factory=Axes)
     """Fixed axes."""
     microbatch: Searched = None
     """Sequences of a microbatch on a device."""
-    activations: Literal["auto"] | Activations = "auto"
-    """Activation policy (memory.activations); auto: searched."""
-    reshard_after: Literal["auto"] | ReshardAfter = "auto"
-    """Lifetime of weights gathered over z (memory.reshard_after); auto: searched."""
-    offload: Literal["auto"] | Offload = "auto"
-    """State in host memory (memory.offload): none, or optimizer; auto: searched."""
-    zero: Literal["auto", "0", "1"] = "auto"
+    activations: Annotated[Literal["auto"] | Activations, Arg(short="--memory.activations")] = "auto"
+    """Activation policy; auto: searched."""
+    reshard_after: Annotated[Literal["auto"] | ReshardAfter, Arg(short="--memory.reshard_after")] = "auto"
+    """Lifetime of weights gathered over z; auto: searched."""
+    offload: Annotated[Literal["auto"] | Offload, Arg(short="--memory.offload")] = "auto"
+    """State in host memory: none, or optimizer; auto: searched."""
+    zero: Annotated[Literal["auto", "0", "1"], Arg(short="--memory.zero")] = "auto"
     """1: replicas share optimizer state (ZeRO-1); 0: each replica has all; auto: searched."""
-    sequence_parallel: bool = False
-    """Split the sequence of the residual stream over grid.y (memory.sequence_parallel)."""
-    residual_comm: ResidualComm = "all_reduce"
-    """Communication of blocks (tensor.residual_comm): all_reduce, gather or auto."""
-    virtual_stages: Searched = None
+    sequence_parallel: Annotated[bool, Arg(short="--memory.sequence_parallel")] = False
+    """Split the sequence of the residual stream over grid.y."""
+    residual_comm: Annotated[ResidualComm, Arg(short="--tensor.residual_comm")] = "all_reduce"
+    """Communication of blocks: all_reduce, gather or auto."""
+    virtual_stages: Annotated[int | None, Arg("searched", short=VIRTUAL, least=1, most=MOST_DEVICES)] = None
     """Virtual stages of each pipeline rank; more than one: only pipelines are searched."""
-    policy: PipelinePolicy = "message"
-    """Order of a stage's tasks (pipeline.policy)."""
-    precision: Precision = "auto"
+    policy: Annotated[PipelinePolicy, Arg(short="--pipeline.policy")] = "message"
+    """Order of a stage's tasks."""
+    precision: Annotated[Precision, Arg(short="--memory.precision")] = "auto"
     """Precision of computation; auto: the machine's half precision."""
-    density: Annotated[float | None, Arg(default="the model's")] = None
-    """Trained share of the blocks' kernels (prune.density)."""
     overlap: str = "all"
     """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
     memory_limit: Annotated[str | None, Arg(default="what surely fits")] = None
@@ -105,6 +103,8 @@ class PlanFlags:
     """Draw a picture of the answer into this file."""
     json: bool = False
     """Print one JSON object instead of the text."""
+    settings: Annotated[tuple[str, ...], Arg(settings=True)] = ()
+    """Any other setting of `train`, such as --model.hidden 4096, --lora.rank 16 or --train.optimizer lion."""
 
 
 class Question(NamedTuple):
@@ -115,6 +115,7 @@ class Question(NamedTuple):
     space: SearchSpace
     limit: float
     """Usable bytes of a device's memory."""
+    named: NamedModel
 
     def answer(self, limited: bool = True) -> SearchResult:
         """The search; `limited=False` takes no notice of the devices' memory.
@@ -132,47 +133,50 @@ class Question(NamedTuple):
             raise UserError("--memory-limit", f"{self.limit / 1e9:g}GB", f"an amount that fits; {closest}") from None
 
 
-def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) -> Question:
-    """Return the question of the flags; `layers` replaces the model's, `split` allows gradients of weights as tasks.
+def ask(args: PlanFlags) -> Question:
+    """Return the question of the flags.
 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    changed: Any = {name: size for name, size in (("seq_len", args.seq), ("layers", layers)) if size is not None}
-    model, machine = named_model(args.model), load_machine(args.machine).shared(args.devices)
-    shape = replace(model.shape, **changed)
-    density = model.density if args.density is None else args.density
+    model, machine = named_model(args.model, args.settings), load_machine(args.machine).shared(args.devices)
+    shape, config = model.shape, model.config
     batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:
+        if any(word.startswith("--train.global_batch") for word in args.settings):
+            raise UserError("--batch-tokens", args.batch_tokens, "left out beside --train.global_batch")
         batch = sequences(args.batch_tokens, shape.seq_len)
     if args.sequence_parallel and args.residual_comm == "gather":
-        raise UserError("--residual-comm", args.residual_comm, "all_reduce or auto with --sequence-parallel")
-    if not 0.0 < density <= 1.0:
-        raise UserError("--density", density, "a number above 0 and at most 1")
+        accepted = "all_reduce or auto with --memory.sequence_parallel"
+        raise UserError("--tensor.residual_comm", args.residual_comm, accepted)
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
+    compute = config.memory.accumulate == "compute"
     request = PlanRequest(
-        shape, machine, batch, precision, density=density, moe=model.moe, switches=_switches(args.overlap),
-        policy=args.policy, split=split, sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
+        shape, machine, batch, precision, density=config.prune.density, moe=config.moe, lora=config.lora,
+        switches=_switches(args.overlap), policy=args.policy, split=config.pipeline.split_backward,
+        sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
+        gradient_item=itemsize(precision) if compute else FLOAT32, bucket=config.memory.bucket,
+        optimizer=model.optimizer, average=config.train.ema > 0.0, packed=model.packed,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
     space = _space(args)
     if not model.pipes:
         space = replace(space, axes={"pipe": 1, **space.axes})
-    return Question(request, args.devices, space, limit)
+    return Question(request, args.devices, space, limit, model)
 
 
 def _space(args: PlanFlags) -> SearchSpace:
     axes, stages = args.grid.fixed(), args.virtual_stages
     if args.reshard_after in ("backward", "step") and max(axes.get("pipe", 1), stages or 1) > 1:
-        accepted = "auto or forward where --grid.pipe or --virtual-stages is above 1"
-        raise UserError("--reshard-after", args.reshard_after, accepted)
+        accepted = "auto or forward where --grid.pipe or --pipeline.virtual_stages is above 1"
+        raise UserError("--memory.reshard_after", args.reshard_after, accepted)
     if stages is not None and stages > 1:
         rest = prod(size for axis, size in axes.items() if axis != "pipe")
         if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
-            raise UserError("--virtual-stages", stages, "1 without a pipeline, which --grid.pipe above 1 makes")
+            raise UserError(VIRTUAL, stages, "1 without a pipeline, which --grid.pipe above 1 makes")
         if refusal := policy_of(args.policy).one_stage:
-            raise UserError("--virtual-stages", stages, f"1 with --policy {args.policy} ({refusal})")
+            raise UserError(VIRTUAL, stages, f"1 with --pipeline.policy {args.policy} ({refusal})")
     return SearchSpace(
         axes=axes,
         sequences=args.microbatch,
@@ -233,14 +237,11 @@ def _switches(text: str) -> OverlapFlags:
     return OverlapFlags(**{name: name in names for name in _OVERLAPS})
 
 
-def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | None) -> str:
+def command(named: NamedModel, request: PlanRequest, candidate: Candidate) -> str:
     """Return the command that trains this candidate, except for the data in CONFIG.toml."""
     grid = candidate.grid
     free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
-    named = named_model(model)
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {named.words}"]
-    words += [f"--model.seq_len {seq}"] if seq else []
-    words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != named.shape.layers else []
     own = named.config
     words += [f"--grid.{a} {getattr(grid, a)}" for a in GRID_AXES if getattr(grid, a) != getattr(own.grid, a)]
     words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
@@ -250,13 +251,13 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     memory |= {"sequence_parallel": str(request.sequence_split).lower()}
     then = own.memory
     words += [f"--memory.{key} {new}" for key, new in memory.items() if str(getattr(then, key)).lower() != str(new)]
-    words += [f"--prune.density {request.density:g}"] if request.density < 1.0 else []
     comm = request.residual_comm
     words += [f"--tensor.residual_comm {comm}"] if comm != own.tensor.residual_comm else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {request.policy}")
         arrival = isinstance(request.schedule(candidate), ByArrival)
-        words += ["--pipeline.split_backward false"] if arrival and not request.split else []
+        unsplit = arrival and not request.split and own.pipeline.split_backward
+        words += ["--pipeline.split_backward false"] if unsplit else []
         words += [f"--pipeline.virtual_stages {candidate.virtual_stages}"] if candidate.virtual_stages > 1 else []
         words += [f"--pipeline.in_flight {candidate.in_flight}"] if candidate.in_flight else []
     return " ".join(word for word in words if word)
@@ -273,6 +274,7 @@ def asked(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
         "precision": request.precision,
         "sequence_parallel": request.sequence_split,
         "density": request.density,
+        "lora_rank": request.lora.rank,
         "residual_comm": request.residual_comm,
     }
 

@@ -1,38 +1,43 @@
 """The model that `plan` and `simulate` are asked about: a published one, or that of a file or directory."""
 
+import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from axonn_jax.data.corpora import DataConfig
+from axonn_jax.adapters.config import check_shape
 from axonn_jax.data.manifest import MANIFEST, Manifest
 from axonn_jax.errors import NOT_GIVEN, UserError
-from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.options import Optimizer
 from axonn_jax.train.config import Config
-from axonn_jax.train.config_file import read
+from axonn_jax.train.config_file import loads, read, split_argv
 from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
 """File of a run directory."""
 
 
+CHOSEN = {"train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it"}
+"""Settings that a plan chooses, with a hint."""
+
+
 class NamedModel(NamedTuple):
-    """A model, and what else its configuration says of a training step."""
+    """A model, and the configuration of the step that trains it."""
 
     shape: ModelShape
     words: str
-    """Words of `axonn-jax train` that name the model."""
-    batch: int | None = None
-    """Sequences a step; None without a configuration."""
-    density: float = 1.0
-    moe: MoeConfig = MoeConfig()
-    config: Config = Config(data=DataConfig())
-    """The configuration, whose settings the command begins with."""
+    """Words of `axonn-jax train` that name the model and its settings."""
+    config: Config
+    batch: int | None
+    """Sequences a step; None where neither a configuration nor a flag says."""
+    packed: bool = False
+    """True if its data is packed rows."""
 
     @property
     def pipes(self) -> bool:
@@ -44,46 +49,59 @@ class NamedModel(NamedTuple):
         return False
 
     @property
-    def state(self) -> str:
-        """The configuration's optimizer state where it is not what a plan counts."""
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, None where it has no state."""
         train = self.config.train
-        named = [] if train.optimizer in ("adamw", "adam") else [f"train.optimizer = {train.optimizer}"]
-        return " and ".join([*named, *([f"train.ema = {train.ema:g}"] if train.ema else [])])
+        return None if train.optimizer == "sgd" and not train.beta1 else train.optimizer
 
 
-def named_model(name: str) -> NamedModel:
+def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     """Return the model of a preset's name, a configuration (.toml), a run directory or one in Hugging Face's layout.
 
+    Args:
+        name: Name or path.
+        settings: Words of `axonn-jax train` that change the configuration, as `--lora.rank 16`.
+
     Raises:
-        UserError: there is no such model, or it is one of adapters.
+        UserError: there is no such model, a setting is wrong, or a plan chooses it.
     """
-    path = Path(name)
+    path, words, flags = Path(name), shlex.join(settings), split_argv(settings)[1]
+    for key, value in flags:
+        if key in CHOSEN:
+            raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {CHOSEN[key]}")
+    batched = any(key == "train.global_batch" for key, _ in flags)
     if path.is_dir() and is_pretrained(path):
         shape = shape_of(path, "--model")
         default = {f.name: f.default for f in fields(ModelShape)} | {"kv_heads": shape.heads, "ffn": 4 * shape.hidden}
         own = {key: value for key, default in default.items() if (value := getattr(shape, key)) != default}
         own |= {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "seq_len": shape.seq_len}
         sizes = " ".join(f"--model.{key} {str(value).lower()}" for key, value in own.items())
-        return NamedModel(shape, f"CONFIG.toml --checkpoint.weights {name} {sizes}")
+        config = loads("", [*split_argv(sizes.split())[1], *flags])
+        return _named(config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {sizes} {words}", name, batched)
     if not path.is_dir() and path.suffix != ".toml":
-        if name in preset_names():
-            return NamedModel(preset(name), f"CONFIG.toml --model.preset {name}")
-        try:
-            preset(name)
-        except UserError as error:
-            accepted = (
-                f"a configuration (.toml), the directory of a run or of a Hugging Face model, or {error.accepted}"
-            )
-            raise UserError("--model", name, accepted) from None
+        if name not in preset_names():
+            try:
+                preset(name)
+            except UserError as error:
+                kinds = "a configuration (.toml), the directory of a run or of a Hugging Face model"
+                raise UserError("--model", name, f"{kinds}, or {error.accepted}") from None
+        config = loads("", [("model.preset", name), *flags])
+        return _named(config, f"CONFIG.toml --model.preset {name} {words}", name, batched)
     file = path / CONFIG if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise UserError("--model", name, f"a directory with {CONFIG} (a run) or config.json (a Hugging Face model)")
-    config = read(file)
-    if config.lora.adapts:
-        raise UserError("--model", name, "a configuration without [lora]: a plan counts all weights as trained")
+    return _named(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), batched=True)
+
+
+def _named(config: Config, words: str, source: str, batched: bool) -> NamedModel:
+    """Return the model of a configuration, whose batch counts if it is `batched`."""
+    config.lora.check()
     places = [Path(place) for place in (config.data.path, *config.data.mix) if place]
     known = next((place for place in places if (place / MANIFEST).is_file()), None)
-    if known is None and config.model.preset is None and "vocab" not in config.model.given:
-        raise UserError("model.vocab", NOT_GIVEN, f"given in {file}, or its data prepared, whose vocabulary it is")
-    shape = config.model.shape(default_vocab=Manifest.load(known).vocab if known else None)
-    return NamedModel(shape, str(file), config.train.global_batch, config.prune.density, config.moe, config)
+    data = Manifest.load(known) if known else None
+    if data is None and config.model.preset is None and "vocab" not in config.model.given:
+        raise UserError("model.vocab", NOT_GIVEN, f"given in {source}, or its data prepared, whose vocabulary it is")
+    shape = config.model.shape(default_vocab=data.vocab if data else None)
+    check_shape(shape, config.lora)
+    batch = config.train.global_batch if batched else None
+    return NamedModel(shape, words.rstrip(), config, batch, data is not None and data.packed)

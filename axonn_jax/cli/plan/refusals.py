@@ -13,7 +13,7 @@ _SHOWN = 8
 """Most values in a message."""
 _STAGES = tuple(range(1, 17))
 """Numbers of virtual stages tried for a message."""
-_MICROBATCH, _VIRTUAL = "--microbatch", "--virtual-stages"
+_MICROBATCH, VIRTUAL = "--microbatch", "--pipeline.virtual_stages"
 
 
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
@@ -25,7 +25,7 @@ def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
         return
     fixed = {f"--grid.{axis}": size for axis, size in space.axes.items()}
     fixed |= {} if space.sequences is None else {_MICROBATCH: space.sequences}
-    fixed |= {_VIRTUAL: space.virtual_stages[0]} if len(space.virtual_stages) == 1 else {}
+    fixed |= {VIRTUAL: space.virtual_stages[0]} if len(space.virtual_stages) == 1 else {}
     wrong = next((flag for flag in fixed if not any(_legal(request, devices, _only(flag, space)))), None)
     for flag in [wrong] if wrong else fixed:
         among = [(_without(flag, space), " beside the other flags"), (_without(flag, SearchSpace()), "")]
@@ -60,7 +60,7 @@ def _without(flag: str, space: SearchSpace) -> SearchSpace:
     """Return a search space with the value of a flag free."""
     if flag == _MICROBATCH:
         return replace(space, sequences=None)
-    if flag == _VIRTUAL:
+    if flag == VIRTUAL:
         return replace(space, virtual_stages=_STAGES)
     return replace(space, axes={axis: size for axis, size in space.axes.items() if f"--grid.{axis}" != flag})
 
@@ -69,7 +69,7 @@ def _only(flag: str, space: SearchSpace) -> SearchSpace:
     """Return a search space in which this flag alone is fixed."""
     if flag == _MICROBATCH:
         return SearchSpace(sequences=space.sequences)
-    if flag == _VIRTUAL:
+    if flag == VIRTUAL:
         return SearchSpace(virtual_stages=space.virtual_stages)
     return SearchSpace(axes={axis: size for axis, size in space.axes.items() if f"--grid.{axis}" == flag})
 
@@ -84,4 +84,4 @@ def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[d
         axes = {f"--grid.{axis}": getattr(grid, axis) for axis in GRID_AXES}
         for many in stages if sizes else ():
             for size in sizes:
-                yield {**axes, _MICROBATCH: size, _VIRTUAL: many}
+                yield {**axes, _MICROBATCH: size, VIRTUAL: many}

@@ -82,7 +82,7 @@ def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: Attentio
         axes = () if comm.sequence_split else ("y", "x") if comm.attention else ("y",)
         both = ("q_norm", "k_norm")
         scales = tuple(Param(f"{name}.{one}.scale", (shape.head_dim,)) for one in both)
-        sums = (reduce_gradient(f"blocks.{one}", axes, shape.head_dim * FLOAT32) for one in both)
+        sums = (reduce_gradient(f"blocks.{one}", axes, shape.head_dim * FLOAT32, of_param=True) for one in both)
         head_norms = (*sums, Read((shape.heads + shape.kv_heads) * shape.head_dim / over))
     scores = attend(at, shape.heads / over, shape.kv_heads / over, shape.head_dim, shape.seq_len, kernel)
     post_params, post_ops = _post_norm(shape, at, name)

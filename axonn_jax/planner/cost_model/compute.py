@@ -6,9 +6,9 @@ from functools import cache, partial
 from math import ceil
 from typing import NamedTuple
 
+from axonn_jax.adapters.declare import describe_trained
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.declared.transformer import describe
 from axonn_jax.ops.costs import operations
 from axonn_jax.ops.language import FLOAT32, Attend, Collective, Multiply
 from axonn_jax.ops.layers import Place
@@ -79,7 +79,8 @@ class Compute:
         """Return the times of the mean block for a microbatch of so many sequences a device."""
         at = Place(expert, 1, y, x, self.seq, self.item, self.comm.sequence_split)
         mean = Seconds(0.0, 0.0, 0.0, 0.0)
-        for layer in describe(self.shape, at, self.comm, self.request.moe)[1:-1]:
+        how = (self.request.lora, at, self.comm, self.request.moe)
+        for layer in describe_trained(self.shape, *how, scanned=True)[1:-1]:
             forward = inputs = weights = heads = moved = 0.0
             for op in operations(layer):
                 if isinstance(op, Multiply):
@@ -87,7 +88,7 @@ class Compute:
                     once = op.number * self.matmul(rows, op.inner, op.columns)
                     forward += once
                     inputs += op.number * self.matmul(rows, op.columns, op.inner) + (once if op.run_again else 0.0)
-                    weights += op.number * self.matmul(op.inner, rows, op.columns)
+                    weights += op.number * self.matmul(op.inner, rows, op.columns) if op.trained else 0.0
                 elif isinstance(op, Attend):
                     heads += op.heads
                 elif not isinstance(op, Collective):
@@ -131,17 +132,20 @@ class Compute:
         return Seconds(
             self.matmul(rows, hidden, columns) + 3 * logits,
             self.matmul(rows, columns, hidden) + 2 * logits,
-            self.matmul(hidden, rows, columns),
+            0.0 if self.request.lora.adapts else self.matmul(hidden, rows, columns),
             3 * logits,
         )
 
-    def update(self, params: float, optimizer_params: float, gradient_item: int, travelling: float) -> float:
+    def update(
+        self, params: float, optimizer_params: float, gradient_item: int, travelling: float, moment: float
+    ) -> float:
         """Seconds of the optimizer's step over the parameters that a device holds.
 
-        Gradients are read, master weights and moments read and written, weights written. A share of masters and
-        moments, `travelling`, comes from the host and goes back, both ways at once.
+        Gradients are read, master weights and the optimizer's state, `moment` bytes a parameter, read and written,
+        weights written. A share of masters and state, `travelling`, comes from the host and goes back, both ways at
+        once.
         """
-        states = 2 * 3 * 4 * optimizer_params
+        states = 2 * (FLOAT32 + moment) * optimizer_params
         device = self.machine.device
         rate = device.update_bytes_per_s or device.memory_bytes_per_s
         on_device = (params * (gradient_item + self.item) + states) / rate

@@ -236,7 +236,7 @@ class CostModel:
         if placement[0]:
             host = self.footprint.ranks.state(grid, load, placement).host
         travelling = (1 - self.footprint.staying(host, device) / host) if host else 0.0
-        return self.compute.update(dense + experts, own, self.request.gradient_item, travelling)
+        return self.compute.update(dense + experts, own, self.request.gradient_item, travelling, load.moment)
 
 
 def _sum(parts: Parts, name: str) -> float:

@@ -207,7 +207,7 @@ class Machine:
         found = float(getattr(self.device, f"peak_{precision}"))
         if found <= 0:
             have = [name for name in get_args(Precision) if getattr(self.device, f"peak_{name}") > 0]
-            raise UserError("--precision", precision, f"one that a {self.device.kind} has: {', '.join(have)}")
+            raise UserError("--memory.precision", precision, f"one that a {self.device.kind} has: {', '.join(have)}")
         return found
 
     @property

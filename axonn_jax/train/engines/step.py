@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.adapters.config import LoraConfig
+from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.compiler_options import known_options, step_options
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
@@ -141,8 +143,13 @@ class TrainStep:
 
         Parameters may be shapes alone; no array is made. `key` is one, or its shape, where the model has dropout.
         """
-        batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=self.program.batch_sharding())
-        return self.jitted().lower(self.abstract(), batch, key).compile(compiler_options)
+        program, mesh = self.program, self.program.grid.mesh
+        batch, parts = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=program.batch_sharding()), program.parts
+        frozen = {}
+        for name, p in parts.frozen.items():
+            dtype = p.dtype if name in parts.roles else program.precisions.compute
+            frozen[name] = jax.ShapeDtypeStruct(p.shape, dtype, sharding=NamedSharding(mesh, parts.specs[name]))
+        return self.jitted().lower(self.abstract(), batch, key, frozen).compile(compiler_options)
 
     def abstract(self) -> TrainState:
         """Shapes and layouts of the state."""
@@ -179,14 +186,24 @@ class MeasuredStep(NamedTuple):
 
 
 def abstract(
-    shape: ModelShape, grid: Grid, sequences: int, microbatches: int, **options: Any
+    shape: ModelShape,
+    grid: Grid,
+    sequences: int,
+    microbatches: int,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
+    **options: Any,
 ) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
     """Return a transformer of shapes alone, made with `options`, and the arguments of `TrainStep.compiled` for its
     batch.
 
     Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
     """
-    model = nnx.eval_shape(lambda: fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), **options), grid.shape))
+
+    def make() -> Transformer:
+        model = fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), **options), grid.shape)
+        return with_adapters(model, lora, 0) if lora.adapts else model
+
+    model = nnx.eval_shape(make)
     model.check_grid(grid.shape)
     grid.shape.check_batch(sequences, microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
@@ -256,6 +273,7 @@ def compile_abstract(
     attention: AttentionKernel | Tiles = "auto",
     comm: BlockComm = ALL_REDUCE,
     moe: MoeConfig = MoeConfig(),  # noqa: B008
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """Return the compiled step of a `Trainer` with these settings and `sequences` a step, without making any array.
@@ -264,6 +282,6 @@ def compile_abstract(
     backend (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) must be given where the grid's
     devices are of another one. Raises ``UserError`` where model or batch do not divide over the grid.
     """
-    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, comm=comm, moe=moe)
+    model, batch = abstract(shape, grid, sequences, microbatches, lora, attention=attention, comm=comm, moe=moe)
     _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
     return step.compiled(*batch, compiler_options)

@@ -92,6 +92,7 @@ def account(
         tensor=TensorConfig(scan_layers="yes" if policy.scanned else "no"),
         comm=work.comm,
         moe=work.moe,
+        lora=work.lora,
         compiler_options=keep_recomputation(),
     )
     return Accounting(predicted, collectives(text_of(program), mesh_sizes(work.grid)))
