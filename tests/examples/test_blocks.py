@@ -1,6 +1,7 @@
 """Every block of code in README, documentation and example configs runs: Python by page, commands line by line."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -32,7 +33,6 @@ NOT_RUN = {  # what a line begins with, and why
     **dict.fromkeys(("AXONN_EXTRAS", "pip"), "installs"),
     "docker": "needs Docker",
     "axonn-jax launch -n 4 --mpirun": "needs two hosts; tests/mpi/test_two_hosts.py",
-    "source": "a shell's own",
     "python3 scripts/gpu/check --out": "needs a GPU",
     "srun": "needs Slurm",
     "sbatch": "needs Slurm; tests/mpi/test_slurm.py",
@@ -47,6 +47,7 @@ NOT_RUN = {  # what a line begins with, and why
     "axonn-jax evaluate": "prompts are longer than seq_len; tests/evaluate/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
+FRESH = ("README.md", "index.md")  # pages for a reader whose shell has not activated the environment yet
 # What takes a second or two: these run in the default suite, in the order of the pages.
 QUICK = tuple(
     f"axonn-jax {words}"
@@ -54,6 +55,14 @@ QUICK = tuple(
 )
 # Of the sizes that `SHORT` says.
 QWEN = pretrained.CONFIGS["qwen3"] | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 512}
+
+# A kernel runs cells inside an event loop. Jupyter's own is 30 packages, 106 MB.
+KERNEL = """
+import asyncio
+async def kernel(cells):
+    for cell in cells:
+        exec(cell, globals())
+"""
 
 
 def blocks(language):
@@ -162,20 +171,48 @@ def checkout(text, tmp_path):
         (commands / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    mpi = [str(Path(MPIRUN).parent)] if MPIRUN else []
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={shlex.quote(':'.join([str(commands), *mpi]))}:$PATH\n")
     return tmp_path
 
 
-def run(line, folder, step=1):
-    path = [str(folder / "commands"), *([str(Path(MPIRUN).parent)] if MPIRUN else []), os.environ["PATH"]]
-    env = {**environment(), "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "STEPS": str(step)}
-    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+def run(line, folder, step=1, before="source .venv/bin/activate"):
+    bare = [each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "axonn-jax").exists()]
+    env = {**environment(), "PATH": os.pathsep.join(bare), "PYTHONPATH": str(ROOT), "STEPS": str(step)}
+    words = ["bash", "-c", f"{before}\n{line}"]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if page != "pipeline.md"])  # test_flax_scripts.py
+# pipeline.md: test_flax_scripts.py; bring.md: its notebook
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ("pipeline.md", "bring.md")])
 def test_the_python_of_a_page_runs(page, checkout):
     (checkout / "page.py").write_text("\n".join(PYTHON[page]))
     status, said = run("python page.py", checkout)
+    assert status == 0, said
+
+
+def test_the_notebook_is_the_page_and_runs(checkout):
+    stored = (ROOT / "examples/bring.ipynb").read_text()
+    printed = subprocess.run([sys.executable, ROOT / "scripts/docs/notebook"], capture_output=True, text=True)
+    assert stored == printed.stdout, "scripts/docs/notebook >examples/bring.ipynb"
+    assert all(block in "\n\n\n".join(cells(stored)) + "\n" for block in PYTHON["bring.md"])
+    (checkout / "kernel.py").write_text(f"{KERNEL}asyncio.run(kernel({cells(stored)!r}))\n")
+    status, said = run("python kernel.py", checkout)
+    assert status == 0, said
+
+
+def cells(notebook):
+    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("page", FRESH)
+def test_a_fresh_shell_finds_the_commands_of_a_page(page, checkout):
+    left_out = ("pip ", "docker ", *([] if MPIRUN else ["mpirun "]))
+    typed = [line for line in lines(page) if not line.startswith(left_out)]
+    asked = [line if line.startswith("source ") else f"type -P {line.split()[0]}" for line in typed]
+    status, said = run("\n".join(asked), checkout, before="set -e")
     assert status == 0, said
 
 
@@ -189,9 +226,12 @@ def test_the_commands_of_a_page_run(page, checkout):
         (checkout / name).unlink(missing_ok=True)
     if not prepared and "axonn-jax train" not in lines(page)[0]:
         assert run("axonn-jax train examples/gpt-tiny.toml --data.path runs/text", checkout)[0] == 0
+    before = "" if page in FRESH else "source .venv/bin/activate"
     for step, line in enumerate(lines(page), 2):
-        if not line.startswith(tuple(NOT_RUN)):
-            status, said = run(line, checkout, step)
+        if line.startswith("source "):
+            before = line
+        elif not line.startswith(tuple(NOT_RUN)):
+            status, said = run(line, checkout, step, before)
             assert status == 0, said
         elif line.startswith("scripts/"):
             assert os.access(ROOT / line.split()[0], os.X_OK)
