@@ -97,8 +97,9 @@ def test_the_headline_comparisons_have_their_direction_and_size(published):
     assert 1 < narrow < overlap
 
 
-def test_axonn_on_summit(published):
+def test_axonn_on_summit(published, judged):
     found = published.summit()
+    assert published.median_error([*judged, *found]) == published.median_error(judged)
     assert len(found) == 4
     assert all(abs(row.error) < 0.07 for row in found)
     assert all(row.straggling == 0 for row in found)
