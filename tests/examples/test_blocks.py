@@ -19,6 +19,10 @@ from launched import AXONN, MPIRUN, environment
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
+from axonn_jax.data.prompts import prompt_ids
+from axonn_jax.data.tokenize import load
+from axonn_jax.evaluate.forms import form_of
+from axonn_jax.evaluate.suite import MODELS, problems
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.train.config_file import read, split_argv
 from axonn_jax.train.validate import check
@@ -44,7 +48,7 @@ NOT_RUN = {  # what a line begins with, and why
         "needs the Hub; tests/models/test_hub.py",
     ),
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
-    "axonn-jax evaluate": "prompts are longer than seq_len; tests/evaluate/test_evaluate_command.py runs the lines",
+    "axonn-jax evaluate": "prompts are longer than the seq_len of `SHORT`; tests/evaluate/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
 FRESH = ("README.md", "index.md")  # pages for a reader whose shell has not activated the environment yet
@@ -142,6 +146,17 @@ def test_the_files_shown_are_good(checkout, monkeypatch):
                 load_machine("shown.toml")
             else:
                 check(read("shown.toml"))
+
+
+def test_the_model_of_a_page_holds_the_prompts_that_evaluate_asks(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    train, evaluate, *_ = map(shlex.split, lines("evaluate.md"))
+    seq_len = read(train[2], split_argv(train[3:])[1]).model.seq_len
+    form = form_of(evaluate[evaluate.index("--template") + 1], Path())
+    prepare(ROOT / "axonn_jax", checkout / "prepared", vocab=4096, include=["*.py"])
+    tokenizer = load("prepared/tokenizer.json")
+    asked = [form.text(problem.prompt(model)) for problem in problems("mini") for model in MODELS]
+    assert max(len(prompt_ids(tokenizer, text, special=form.special)) for text in asked) < min(seq_len, 350)
 
 
 @pytest.fixture(scope="module")
