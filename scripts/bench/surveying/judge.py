@@ -94,10 +94,12 @@ def _planned(works: Mapping[str, Figures]) -> list[str]:
             axes = ", ".join(f"{name} {value}" for name, value in chosen.items())
             best = min(over, key=lambda name: over[name][1])
             low, middle, high = over[best]
-            said = f"`plan` picks {axes} for {key}: {middle:.2f} ({low:.2f}, {high:.2f}) of the speed of {best}, round by"
             apart = seconds_of(work, best) / seconds_of(work, PLANNED)
-            said += f" round, the fastest beside it of {', '.join(over)}; {apart:.2f} by the medians of all heats below"
-            lines += [f"{said}.", ""]
+            lines += [
+                f"`plan` picks {axes} for {key}: {middle:.2f} ({low:.2f}, {high:.2f}) of the speed of {best}, round by "
+                f"round, the fastest beside it of {', '.join(over)}; {apart:.2f} by the medians of all heats below.",
+                "",
+            ]
     return lines
 
 
