@@ -48,7 +48,7 @@ NOT_RUN = {  # what a line begins with, and why
         "needs the Hub; tests/models/test_hub.py",
     ),
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
-    "axonn-jax evaluate": "prompts are longer than SHORT's seq_len; tests/evaluate/test_evaluate_command.py runs the lines",
+    "axonn-jax evaluate": "prompts too long for SHORT; tests/evaluate/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
 FRESH = ("README.md", "index.md")  # pages for a reader whose shell has not activated the environment yet
