@@ -272,8 +272,12 @@ def test_a_busy_machine_and_a_single_core_are_refused(refused, monkeypatch):
 
 
 def test_without_torch_it_says_what_to_install(refused, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(parts=["pip install torch"])
+    missing = {"torch", "sklearn"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
+    refused("--workloads", "L1", "V1", parts=["pip install scikit-learn"])
+    missing.discard("sklearn")
+    refused(parts=["pip install torch==2.13.0+cpu", "for CPUs"])  # PyPI's brings CUDA
+    missing.add("deepspeed")
     refused("--only", "deepspeed-1", parts=["--only = 'deepspeed-1'", "an environment with deepspeed"])
 
 
