@@ -119,7 +119,9 @@ class Grid(NamedTuple):
     """A grid laid over devices: axis sizes, the mesh of this process's (first) stage, its place in the run."""
 
     shape: GridShape
+    """Sizes of the axes."""
     mesh: "jax.sharding.Mesh"
+    """The mesh of this process's stage, of the first one in a run of one process."""
     meshes: "Mapping[int, jax.sharding.Mesh]"
     """This process's meshes, by place along the pipe: all in a run of one process."""
     rank: int = 0

@@ -44,9 +44,22 @@ def init(
     """Find this run's processes, start jax for them and return the grid, as the current mesh.
 
     In one process on the CPU backend, as many virtual devices are made as the grid needs. Under `mpirun`, `srun` or
-    with explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names),
-    `jax.distributed` joins the processes, unless the script has done so. Process 0 prints the choice and the reason.
-    Raises ``UserError`` where the grid does not fit the devices or two sources contradict each other.
+    with the last three arguments (or jax's variables of these names), `jax.distributed` joins the processes, unless the
+    script has done so. Process 0 prints the choice and the reason.
+
+    Args:
+        pipe: Pipeline stages; `GridShape` says more of this axis and the others.
+        data: Replicas.
+        expert: Parts of a mixture's experts.
+        z: Parts of the batch and of every weight.
+        y: Parts of heads, vocabulary and odd layers' outputs.
+        x: Parts of the residual stream and odd layers' inputs.
+        coordinator: Address of process 0, host:port.
+        num_processes: Processes of the run.
+        process_id: Number of this process.
+
+    Raises:
+        UserError: The grid does not fit the devices, or two sources contradict each other.
     """
     given, explicit = (coordinator, num_processes, process_id), None
     if coordinator is not None and num_processes is not None and process_id is not None:

@@ -53,6 +53,7 @@ class Sampling:
     min_p: float = 0.0
     """Least probability of a drawn token, as a share of the likeliest one's."""
     seed: int = 0
+    """Seed of the draws; each prompt and sample has its own noise."""
 
     def check(self) -> None:
         """Raise ``UserError`` for a number out of range."""

@@ -178,5 +178,5 @@ def others() -> list[Row]:
 
 
 def median_error(found: list[Row]) -> float:
-    """Median of absolute errors."""
-    return statistics.median(abs(row.error) for row in found)
+    """Median of absolute errors, rows aside of which a range is published: inside of it the error would be 0."""
+    return statistics.median(abs(row.error) for row in found if not row.span)

@@ -28,6 +28,8 @@ from figures import over
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
 """Largest difference of a loss, in nats, of contestants that train the same: float32 sums in another order."""
+TORCH = "torch==2.13.0+cpu, by the index for CPUs that pytorch.org names"
+"""Words behind `pip install`; PyPI's wheel would bring CUDA."""
 ORDER_BYTES = 64
 Answer = Callable[[str], dict[str, Any]]
 Step = Mapping[str, float]
@@ -197,7 +199,7 @@ def free_port() -> str:
 def need_torch() -> None:
     """Ends with one line where PyTorch is missing: it is the other contestant, not a dependency."""
     if importlib.util.find_spec("torch") is None:
-        sys.exit("error: this benchmark runs PyTorch beside axonn_jax: pip install torch==2.13.0 (a CPU build)")
+        sys.exit(f"error: this benchmark runs PyTorch beside axonn_jax: pip install {TORCH}")
 
 
 def take_turns(

@@ -1,6 +1,7 @@
 """Every block of code in README, documentation and example configs runs: Python by page, commands line by line."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,10 @@ from launched import AXONN, MPIRUN, environment
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
+from axonn_jax.data.prompts import prompt_ids
+from axonn_jax.data.tokenize import load
+from axonn_jax.evaluate.forms import form_of
+from axonn_jax.evaluate.suite import MODELS, problems
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.train.config_file import read, split_argv
 from axonn_jax.train.validate import check
@@ -32,7 +37,6 @@ NOT_RUN = {  # what a line begins with, and why
     **dict.fromkeys(("AXONN_EXTRAS", "pip"), "installs"),
     "docker": "needs Docker",
     "axonn-jax launch -n 4 --mpirun": "needs two hosts; tests/mpi/test_two_hosts.py",
-    "source": "a shell's own",
     "python3 scripts/gpu/check --out": "needs a GPU",
     "srun": "needs Slurm",
     "sbatch": "needs Slurm; tests/mpi/test_slurm.py",
@@ -44,16 +48,25 @@ NOT_RUN = {  # what a line begins with, and why
         "needs the Hub; tests/models/test_hub.py",
     ),
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
-    "axonn-jax evaluate": "prompts are longer than seq_len; tests/evaluate/test_evaluate_command.py runs the lines",
+    "axonn-jax evaluate": "prompts too long for SHORT; tests/evaluate/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
+FRESH = ("README.md", "index.md")  # pages for a reader whose shell has not activated the environment yet
 # What takes a second or two: these run in the default suite, in the order of the pages.
 QUICK = tuple(
     f"axonn-jax {words}"
-    for words in ("prepare", "convert runs/qwen3", "convert runs/gpt-tiny", "inspect", "prune", "train --help")
+    for words in ("prepare", "convert runs/qwen3", "convert runs/demo", "inspect", "prune", "train --help")
 )
 # Of the sizes that `SHORT` says.
 QWEN = pretrained.CONFIGS["qwen3"] | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 512}
+
+# A kernel runs cells inside an event loop. Jupyter's own is 30 packages, 106 MB.
+KERNEL = """
+import asyncio
+async def kernel(cells):
+    for cell in cells:
+        exec(cell, globals())
+"""
 
 
 def blocks(language):
@@ -110,8 +123,9 @@ def test_quick_lines_run_in_the_order_of_the_pages(checkout, monkeypatch, capsys
     assert {words for words in QUICK if any(line.startswith(words) for line in quick)} == set(QUICK)
     short = shlex.split(f"train examples/gpt-tiny.toml --data.path runs/text --train.steps 1 {SHORT}")
     for line in quick:
-        if "runs/gpt-tiny" in line and not Path("runs/gpt-tiny").exists():
+        if re.search(r"runs/(gpt-tiny|demo)\b", line) and not Path("runs/demo").exists():
             assert main(short) == 0, capsys.readouterr().err
+            shutil.copytree("runs/gpt-tiny", "runs/demo")
         if line.startswith("axonn-jax prepare"):  # each page begins anew
             shutil.rmtree(shlex.split(line)[3], ignore_errors=True)
         assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)
@@ -133,6 +147,17 @@ def test_the_files_shown_are_good(checkout, monkeypatch):
                 load_machine("shown.toml")
             else:
                 check(read("shown.toml"))
+
+
+def test_the_model_of_a_page_holds_the_prompts_that_evaluate_asks(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    train, evaluate, *_ = map(shlex.split, lines("evaluate.md"))
+    seq_len = read(train[2], split_argv(train[3:])[1]).model.seq_len
+    form = form_of(evaluate[evaluate.index("--template") + 1], Path())
+    prepare(ROOT / "axonn_jax", checkout / "prepared", vocab=4096, include=["*.py"])
+    tokenizer = load("prepared/tokenizer.json")
+    asked = [form.text(problem.prompt(model)) for problem in problems("mini") for model in MODELS]
+    assert max(len(prompt_ids(tokenizer, text, special=form.special)) for text in asked) < min(seq_len, 350)
 
 
 @pytest.fixture(scope="module")
@@ -162,20 +187,48 @@ def checkout(text, tmp_path):
         (commands / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    mpi = [str(Path(MPIRUN).parent)] if MPIRUN else []
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={shlex.quote(':'.join([str(commands), *mpi]))}:$PATH\n")
     return tmp_path
 
 
-def run(line, folder, step=1):
-    path = [str(folder / "commands"), *([str(Path(MPIRUN).parent)] if MPIRUN else []), os.environ["PATH"]]
-    env = {**environment(), "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "STEPS": str(step)}
-    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+def run(line, folder, step=1, before="source .venv/bin/activate"):
+    bare = [each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "axonn-jax").exists()]
+    env = {**environment(), "PATH": os.pathsep.join(bare), "PYTHONPATH": str(ROOT), "STEPS": str(step)}
+    words = ["bash", "-c", f"{before}\n{line}"]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if page != "pipeline.md"])  # test_flax_scripts.py
+# pipeline.md: test_flax_scripts.py; bring.md: its notebook
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ("pipeline.md", "bring.md")])
 def test_the_python_of_a_page_runs(page, checkout):
     (checkout / "page.py").write_text("\n".join(PYTHON[page]))
     status, said = run("python page.py", checkout)
+    assert status == 0, said
+
+
+def test_the_notebook_is_the_page_and_runs(checkout):
+    stored = (ROOT / "examples/bring.ipynb").read_text()
+    printed = subprocess.run([sys.executable, ROOT / "scripts/docs/notebook"], capture_output=True, text=True)
+    assert stored == printed.stdout, "scripts/docs/notebook >examples/bring.ipynb"
+    assert all(block in "\n\n\n".join(cells(stored)) + "\n" for block in PYTHON["bring.md"])
+    (checkout / "kernel.py").write_text(f"{KERNEL}asyncio.run(kernel({cells(stored)!r}))\n")
+    status, said = run("python kernel.py", checkout)
+    assert status == 0, said
+
+
+def cells(notebook):
+    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("page", FRESH)
+def test_a_fresh_shell_finds_the_commands_of_a_page(page, checkout):
+    left_out = ("pip ", "docker ", *([] if MPIRUN else ["mpirun "]))
+    typed = [line for line in lines(page) if not line.startswith(left_out)]
+    asked = [line if line.startswith("source ") else f"type -P {line.split()[0]}" for line in typed]
+    status, said = run("\n".join(asked), checkout, before="set -e")
     assert status == 0, said
 
 
@@ -189,9 +242,13 @@ def test_the_commands_of_a_page_run(page, checkout):
         (checkout / name).unlink(missing_ok=True)
     if not prepared and "axonn-jax train" not in lines(page)[0]:
         assert run("axonn-jax train examples/gpt-tiny.toml --data.path runs/text", checkout)[0] == 0
+        shutil.copytree(checkout / "runs/gpt-tiny", checkout / "runs/demo")
+    before = "" if page in FRESH else "source .venv/bin/activate"
     for step, line in enumerate(lines(page), 2):
-        if not line.startswith(tuple(NOT_RUN)):
-            status, said = run(line, checkout, step)
+        if line.startswith("source "):
+            before = line
+        elif not line.startswith(tuple(NOT_RUN)):
+            status, said = run(line, checkout, step, before)
             assert status == 0, said
         elif line.startswith("scripts/"):
             assert os.access(ROOT / line.split()[0], os.X_OK)

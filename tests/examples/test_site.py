@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import axonn_jax
+from axonn_jax import models
 from axonn_jax.models.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,12 @@ def test_the_presets_are_listed():
     assert [name.strip("`") for name in listed.split(", ")] == list(preset_names())
 
 
+def test_every_public_name_is_on_the_page_of_python():
+    shown = set(re.findall(r"^::: axonn_jax\.(\S+)$", (ROOT / "docs/api.md").read_text(), re.M))
+    names = {*axonn_jax.__all__, *(f"models.{name}" for name in models.__all__)}
+    assert names - shown == {"__version__", "models"}
+
+
 @pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs the extra `docs`; scripts/setup installs it")
 def test_the_site_builds_without_a_warning(tmp_path):
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
@@ -42,7 +50,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     configuration = (tmp_path / "config" / "index.html").read_text()
     assert "<code>global_batch</code>" in configuration
-    assert "microbatches" in (tmp_path / "api" / "index.html").read_text()
+    api = (tmp_path / "api" / "index.html").read_text()
+    assert {'id="axonn_jax.Grid.shape"', 'id="axonn_jax.Trainer.step"'} <= set(re.findall(r'id="axonn_jax[\w.]+"', api))
 
 
 def test_the_ways_through_the_code_lead_over_functions_that_exist():

@@ -1,10 +1,12 @@
 """scripts/bench/published: machine files hold what it calibrates, and its verdicts stay what the results page says."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -97,8 +99,18 @@ def test_the_headline_comparisons_have_their_direction_and_size(published):
     assert 1 < narrow < overlap
 
 
-def test_axonn_on_summit(published):
+def test_axonn_on_summit(published, judged):
     found = published.summit()
+    assert published.median_error([*judged, *found]) == published.median_error(judged)
     assert len(found) == 4
     assert all(abs(row.error) < 0.07 for row in found)
     assert all(row.straggling == 0 for row in found)
+
+
+def test_samos_comparison_gives_the_figures_of_the_page(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["samo", "--json"])
+    run_path(str(SCRIPT.with_name("samo")), run_name="__main__")
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    those = [row["here"] for row in rows if row["claim"].startswith(("communication", "faster"))]
+    sent, *faster = [f"{value * 100:.0f} %" for value in those]
+    assert f"| {sent}; {', '.join(faster)} |" in (Path(__file__).parents[2] / "docs/results.md").read_text()

@@ -96,8 +96,8 @@ def text(work):
         "|ours-data|400 (267 to 444)|-|2.0|1.0 + 2.0|7|",
         "|ours-data|torch-ddp|1.00 (0.75, 1.12)|",
         "|the fastest of ours|the best DeepSpeed stage|2.00 (ours-best, deepspeed-1)|",
-        "`plan` picks data 2, microbatches 4 for L1: 1.00 of the speed of ours-zero, the fastest beside it of "
-        "ours-data, ours-zero.",
+        "`plan` picks data 2, microbatches 4 for L1: 1.00 (1.00, 1.00) of the speed of ours-zero, round by round, the "
+        "fastest beside it of ours-data, ours-zero; 1.00 by the medians of all heats below.",
         "|L1|ours-zero 256 / 512 (1.00); torch-zero 256 / 512 (1.25); deepspeed-1 256 / 512 (0.87)|",
         "|ours-data|8|3,000 (3,000 to 3,000)|6 (6 to 6)|3 of 3|",
         "|torch-ddp|1.95|0.25|0.25|0.05|more compute|",
@@ -272,8 +272,12 @@ def test_a_busy_machine_and_a_single_core_are_refused(refused, monkeypatch):
 
 
 def test_without_torch_it_says_what_to_install(refused, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(parts=["pip install torch"])
+    missing = {"torch", "sklearn"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
+    refused("--workloads", "L1", "V1", parts=["pip install scikit-learn"])
+    missing.discard("sklearn")
+    refused(parts=["pip install torch==2.13.0+cpu", "for CPUs"])  # PyPI's brings CUDA
+    missing.add("deepspeed")
     refused("--only", "deepspeed-1", parts=["--only = 'deepspeed-1'", "an environment with deepspeed"])
 
 

@@ -88,13 +88,18 @@ def _why(work: Figures, ours: str, peer: str) -> tuple[str, str]:
 def _planned(works: Mapping[str, Figures]) -> list[str]:
     lines = []
     for key, work in works.items():
-        over = {one["peer"]: statistics.median(one["rounds"]) for one in work["ratios"] if one["ours"] == PLANNED}
+        over = {one["peer"]: quartiles(one["rounds"]) for one in work["ratios"] if one["ours"] == PLANNED}
         if over:
             chosen = {**work["choice"]["axes"], "microbatches": work["choice"]["microbatches"]}
             axes = ", ".join(f"{name} {value}" for name, value in chosen.items())
-            best = min(over, key=lambda name: over[name])
-            said = f"`plan` picks {axes} for {key}: {over[best]:.2f} of the speed of {best}, the fastest beside it"
-            lines += [f"{said} of {', '.join(over)}.", ""]
+            best = min(over, key=lambda name: over[name][1])
+            low, middle, high = over[best]
+            apart = seconds_of(work, best) / seconds_of(work, PLANNED)
+            lines += [
+                f"`plan` picks {axes} for {key}: {middle:.2f} ({low:.2f}, {high:.2f}) of the speed of {best}, round by "
+                f"round, the fastest beside it of {', '.join(over)}; {apart:.2f} by the medians of all heats below.",
+                "",
+            ]
     return lines
 
 
@@ -167,9 +172,11 @@ def _simulated(found: Figures) -> list[str]:
     for (source, machine, unit), of in groups.items():
         spans = [f"{min(r[k] for r in of):,.4g} to {max(r[k] for r in of):,.4g}" for k in ("published", "predicted")]
         published = of[0]["span"] or spans[0]
-        middle = statistics.median(abs(row["error"]) for row in of)
+        middle = f"{statistics.median(abs(row['error']) for row in of):.1%}"
+        if of[0]["span"]:  # no error where a range is published
+            middle = f"{sum(row['error'] == 0 for row in of)} of {len(of)} in the range"
         sizes = f"{of[0]['model']} on {of[0]['devices']:,} to {of[-1]['model']} on {of[-1]['devices']:,}"
-        rows.append((source, machine, sizes, unit, published, spans[1], f"{middle:.1%}"))
+        rows.append((source, machine, sizes, unit, published, spans[1], middle))
     ratios = "; ".join(f"{name} {ratio:.2f}" for name, ratio in found["ratios"].items())
     text = "**Simulated** by the planner, none of it run here, beside what was published (`scripts/bench/published`):"
     heads = ("source", "machine", "models on devices", "unit", "published", "simulated", "median error")

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from axonn_jax.errors import UserError
-
 if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
@@ -167,17 +165,11 @@ def enlarged(images: np.ndarray) -> np.ndarray:
 
 
 def prepare_digits(folder: Path) -> None:
-    """Write scikit-learn's digits, enlarged to 32 x 32.
-
-    Raises:
-        UserError: scikit-learn is missing.
-    """
+    """Write scikit-learn's digits, enlarged to 32 x 32."""
     if (folder / "digits.npz").exists():
         return
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UserError("--workloads", "V1", "an environment with scikit-learn: pip install scikit-learn") from None
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     image = enlarged(digits.images / 16)[..., None].astype(np.float32)
     label, order = digits.target.astype(np.int32), np.random.default_rng(0).permutation(len(image))
