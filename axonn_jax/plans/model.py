@@ -1,0 +1,240 @@
+"""`ax.plan`: the grids on which a Flax model of one's own can be trained, by predicted time of a step."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import MESH_AXES, Grid, GridShape, divisors
+from axonn_jax.planner.machines.machine import Machine
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.machines.network import GroupLinks
+from axonn_jax.planner.memory import ADAM, itemsize
+from axonn_jax.planner.request import SHORT
+from axonn_jax.plans.program import DeviceWork, device_work
+from axonn_jax.tensor.parallelize.api import parallelize
+from axonn_jax.tensor.parallelize.linen import takes_key
+from axonn_jax.tensor.parallelize.report import sharding_report
+from axonn_jax.tensor.specs import spec_axes
+from axonn_jax.terminal import Ticker, table
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PlannedGrid:
+    """A grid, with what a step on it takes of each device."""
+
+    grid: GridShape
+    step_s: float
+    """Predicted seconds of a step: compute, communication, update."""
+    compute_s: float
+    comm_s: Mapping[str, float]
+    """Seconds of communication by axes (``data+z`` for a reduction over both), none of it hidden."""
+    sent: Mapping[str, int]
+    """Bytes that a device sends in a step, by axes."""
+    memory_bytes: float
+    """Bytes of parameters, optimizer state, gradients and activations."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Arguments of `init` for the grid."""
+        return {axis: size for axis in MESH_AXES if (size := getattr(self.grid, axis)) > 1}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Grids for a model, fastest first; `str` is a table with the line that makes the first."""
+
+    grids: tuple[PlannedGrid, ...]
+    """Grids whose memory is there."""
+    too_large: tuple[PlannedGrid, ...]
+    """Grids whose memory is not there, the smallest first."""
+    left_out: Mapping[str, int]
+    """Numbers of other grids by reason."""
+    title: str
+    limit: float
+    """Bytes of a device that a step may take."""
+
+    @property
+    def best(self) -> PlannedGrid:
+        """The fastest grid."""
+        return self.grids[0]
+
+    def __str__(self) -> str:
+        head = (*("data", "z", "y", "x"), "step, s", "compute, s", "sends, s", "memory, GB")
+        rows = [
+            (
+                *(str(getattr(one.grid, axis)) for axis in ("data", "z", "y", "x")),
+                *(f"{s:,.4f}" for s in (one.step_s, one.compute_s, sum(one.comm_s.values()))),
+                f"{one.memory_bytes / 1e9:,.2f}",
+            )
+            for one in self.grids[:_SHOWN]
+        ]
+        out = [f"{count} grids left out: {why}" for why, count in self.left_out.items()]
+        if self.too_large:
+            least = self.too_large[0]
+            out.append(f"{len(self.too_large)} grids need more than {self.limit / 1e9:.1f} GB, at least {_gb(least)}")
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.best.sizes.items())
+        return "\n".join([self.title, "", *table(head, rows), "", *out, f"grid = ax.init({sizes})"])
+
+
+_SHOWN = 8
+"""Grids in the table."""
+_TIE = 0.03
+"""Times closer than this count as equal: the simplest grid is first."""
+
+
+def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: int) -> ModelPlan:
+    """Predict which grid trains a Flax NNX model fastest on a machine, without its devices; nothing is computed.
+
+    Each grid's step is traced with the layers of `parallelize`: its matmuls at the machine's rate, all else by bytes
+    through memory, and the collectives of `sharding_report` one after the other, none of them hidden. Memory is that of
+    `Trainer` with AdamW in one microbatch: parameters and optimizer state as they are split, and the most that gradients
+    and activations take in the order of the trace.
+
+    Args:
+        model: The module, or a function that makes it. Arrays may be shapes alone.
+        loss: Function of (model, batch) or (model, batch, key), as of `Trainer`.
+        batch: Tree of arrays or `jax.ShapeDtypeStruct`, the whole batch of a step, rows first.
+        machine: Name of a machine, or the path of a machine file (docs/plan.md).
+        devices: Number of devices.
+
+    Returns:
+        The grids, fastest first; ``str`` of it is a table.
+
+    Raises:
+        UserError: An argument is wrong, or no grid fits.
+    """
+    if not callable(loss):
+        raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
+    if type(devices) is not int or devices < 1:
+        raise UserError("devices", devices, "an integer of at least 1")
+    where = load_machine(str(machine)).shared(devices)
+    module = nnx.eval_shape(model if not isinstance(model, nnx.Module) else lambda: model)
+    if not isinstance(module, nnx.Module):
+        raise UserError("model", type(module).__name__, "a flax.nnx.Module, or a function that makes one")
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), batch)
+    rows = _rows(shapes)
+    made, left_out = list[PlannedGrid](), Counter[str]()
+    with Ticker("tracing grids") as ticker:
+        grids = list(_grids(devices, rows, where, left_out))
+        for at, shape in enumerate(grids):
+            ticker.now(f"tracing grid {at + 1} of {len(grids)}")
+            made.append(_planned(module, loss, shapes, shape, where))
+    limit = where.device.program_bytes * (1.0 - SHORT)
+    fits = sorted((one for one in made if one.memory_bytes <= limit), key=lambda one: one.step_s)
+    large = sorted((one for one in made if one.memory_bytes > limit), key=lambda one: one.memory_bytes)
+    if not fits:
+        why = f"at least {_gb(large[0])} of {limit / 1e9:.1f} GB a device" if large else _listed(left_out)
+        raise UserError("devices", devices, f"a number for which a grid fits; {why}")
+    alike = [one for one in fits if one.step_s < fits[0].step_s * (1 + _TIE)]
+    first = min(alike, key=lambda one: (len(one.sizes), one.grid.y * one.grid.x, one.grid.z))
+    title = f"{type(module).__name__} on {devices} x {where.device.kind}, {rows} rows a step, {where.half}"
+    return ModelPlan((first, *(one for one in fits if one is not first)), tuple(large), left_out, title, limit)
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
+    return "; ".join(f"{count} grids: {why}" for why, count in reasons.items())
+
+
+def _gb(one: PlannedGrid) -> str:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in one.sizes.items()) or "one device"
+    return f"{one.memory_bytes / 1e9:.1f} GB ({sizes})"
+
+
+def _rows(batch: Any) -> int:
+    """Return the rows of a batch; raises ``UserError`` where its arrays do not agree."""
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape}
+    if len(counts) != 1:
+        shown = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
+        raise UserError("batch", shown or "no array", "arrays of the same number of rows, their first dimension")
+    return counts.pop()
+
+
+def _grids(devices: int, rows: int, machine: Machine, left_out: Counter[str]) -> Iterator[GridShape]:
+    """Yield the grids of so many devices: `y` and `x` inside a node, rows whole."""
+    for z, y, x in product(divisors(devices), repeat=3):
+        if devices % (z * y * x):
+            continue
+        grid = GridShape(data=devices // (z * y * x), z=z, y=y, x=x)
+        if y * x > machine.node.devices:
+            left_out[f"y * x is above {machine.node.devices}, the devices of a node"] += 1
+        elif rows % grid.batch_shards:
+            left_out[f"data * z does not divide the batch's {rows} rows"] += 1
+        else:
+            yield grid
+
+
+def _planned(module: nnx.Module, loss: Loss, batch: Any, shape: GridShape, machine: Machine) -> PlannedGrid:
+    sizes = {axis: int(getattr(shape, axis)) for axis in MESH_AXES}
+    mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES)
+
+    def value(model: Any, batch: Any) -> Any:
+        result = loss(model, batch, jax.random.key(0)) if takes_key(loss) else loss(model, batch)
+        return result[0] if isinstance(result, tuple) else result
+
+    def call(model: Any) -> Any:
+        return value(model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
+
+    split = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
+    graph, params, rest = nnx.split(split, nnx.Param, ...)
+    half = jnp.dtype({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[machine.half])
+
+    def graded(params: Any, rest: Any, batch: Any) -> Any:
+        def of(params: Any) -> Any:
+            return value(nnx.merge(graph, params, rest), batch).astype(jnp.float32)
+
+        return jax.value_and_grad(of)(params)
+
+    cast = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half if _real(p) else p.dtype), params)
+    traced = jax.make_jaxpr(graded)(cast, rest, batch)
+    parts = [prod(sizes[axis] for axis in _axes(leaf)) for leaf in jax.tree.leaves((params, rest))]
+    given = [*parts, *(shape.batch_shards if leaf.shape else 1 for leaf in jax.tree.leaves(batch))]
+    work = device_work(traced.jaxpr, given, sizes, shape.batch_shards)
+    held = sum(p.size / n for p, n in zip(jax.tree.leaves(params), parts, strict=False))
+    sent, seconds = _sent(split, shape, machine)
+    rate = machine.peak(machine.half) * machine.matmul.large * machine.matmul.sustained
+    light = machine.device.light_bytes_per_s or machine.device.memory_bytes_per_s
+    compute = work.flops / rate + work.moved / light
+    update = held * (2 * (4 + ADAM) + 4 + itemsize(machine.half)) / machine.device.memory_bytes_per_s
+    memory = held * (4 + ADAM + (itemsize(machine.half) if machine.half != "fp32" else 0)) + work.peak
+    return PlannedGrid(shape, compute + sum(seconds.values()) + update, compute, seconds, sent, memory)
+
+
+def _real(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _axes(leaf: Any) -> frozenset[str]:
+    """Return the mesh axes that split an array."""
+    return spec_axes(getattr(getattr(leaf, "sharding", None), "spec", P()))
+
+
+def _sent(model: nnx.Module, shape: GridShape, machine: Machine) -> tuple[dict[str, int], dict[str, float]]:
+    """Return bytes and seconds of a step's communication by axes.
+
+    It is that of the report's layers; of others the gradients are reduced over the devices that have other rows.
+    """
+    links, sent, seconds = GroupLinks(shape, machine), Counter[str](), Counter[str]()
+    for entry in sharding_report(model).entries:
+        moves = [(one.kind, one.axes, one.bytes) for one in entry.transfers]
+        rows = tuple(axis for axis in ("data", "z") if getattr(shape, axis) > 1)
+        if not entry.plan.sharded and rows:
+            ring = 2 * (shape.batch_shards - 1) * entry.device_bytes // shape.batch_shards
+            moves.append(("all-reduce", rows, ring))
+        for kind, axes, count in moves:
+            name = "+".join(axes)
+            sent[name] += count
+            seconds[name] += links.latency(kind, axes) + count / links.rate(axes)  # type: ignore[arg-type]
+    return dict(sent), dict(seconds)

@@ -1,0 +1,239 @@
+"""What one device does in a traced step: FLOPs, bytes through memory, and the most bytes at a time."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from axonn_jax.backend.jaxprs import bodies, same_body, scan_sizes
+from axonn_jax.tensor.specs import spec_axes
+
+_FUSED = frozenset(
+    "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos div eq erf exp exp2 floor ge gt "
+    "integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pow real rsqrt select_n sign sin "
+    "slice sqrt square sub tanh transpose xor reduce_sum reduce_max reduce_min argmax argmin".split()
+)
+"""Operations that XLA computes where their results are read, with no memory for these."""
+_DEAR = frozenset("cos erf exp exp2 log log1p logistic pow rsqrt sin sqrt tanh".split())
+"""Those that XLA does not compute again for each of several readers."""
+_SAME = frozenset("copy expand_dims name optimization_barrier pvary reshape reshard squeeze stop_gradient".split())
+"""Operations whose result is their input in memory."""
+_REDUCED = frozenset("reduce_sum reduce_max reduce_min argmax argmin".split())
+_MOST_FUSED = 8
+"""Arrays that one fused computation reads at the most; a longer one has a result in memory."""
+
+
+class DeviceWork(NamedTuple):
+    """Work of a device in a program."""
+
+    flops: float
+    """FLOPs of matmuls and convolutions."""
+    moved: float
+    """Bytes that all other operations write and read."""
+    peak: float
+    """Most bytes of arrays at a time, the program's inputs aside."""
+
+
+@dataclass
+class _Array:
+    """A traced value: its place in memory, or the places of those that it is computed from, and its split."""
+
+    buffers: frozenset[int]
+    shards: int
+    size: float = 0.0
+    """Bytes on a device."""
+    computed: bool = False
+    """True if the value is computed where it is read."""
+
+
+def device_work(jaxpr: Any, split: Sequence[int], sizes: Mapping[str, int], rows: int) -> DeviceWork:
+    """Return the work of one device in a traced program.
+
+    Matmuls inside a manual region (`shard_map`) are a device's own; of all others each device has the part into which
+    their result is split, as XLA splits along what arrives.
+
+    Args:
+        jaxpr: The program.
+        split: Number of devices between which each input is split.
+        sizes: Devices along each mesh axis.
+        rows: Number of devices between which the batch is split.
+    """
+    walk = _Walk(sizes, rows)
+    results = walk.run(jaxpr, [walk.array(0.0, parts) for parts in split], manual=False)
+    return DeviceWork(walk.flops, walk.moved, walk.peak(results))
+
+
+class _Walk:
+    """One pass over a program in its order."""
+
+    def __init__(self, sizes: Mapping[str, int], rows: int):
+        self.sizes, self.rows = sizes, rows
+        self.flops = self.moved = 0.0
+        self.bytes: list[float] = []
+        self.born: list[int] = []
+        self.read: list[int] = []
+        self.beside: list[float] = []
+        """Bytes that each operation needs while it runs, beside its inputs and results."""
+
+    def array(self, size: float, shards: int) -> _Array:
+        """Return a new array in memory."""
+        self.bytes.append(size)
+        self.born.append(len(self.beside))
+        self.read.append(len(self.beside))
+        return _Array(frozenset([len(self.bytes) - 1]), shards, size)
+
+    def peak(self, results: Iterable[_Array]) -> float:
+        """Return the most bytes at a time, if the results stay to the end."""
+        end = len(self.beside)
+        for result in results:
+            for buffer in result.buffers:
+                self.read[buffer] = end
+        change = [0.0] * (end + 2)
+        for size, born, read in zip(self.bytes, self.born, self.read, strict=True):
+            change[born] += size
+            change[read + 1] -= size
+        most = live = 0.0
+        for at in range(end + 1):
+            live += change[at]
+            most = max(most, live + (self.beside[at] if at < end else 0.0))
+        return most
+
+    def run(self, jaxpr: Any, arrive: Sequence[_Array], *, manual: bool) -> list[_Array]:
+        """Return the results of a jaxpr for its inputs; in a `manual` one shapes are a device's own."""
+        known: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
+
+        def of(var: Any) -> _Array:
+            return _NOTHING if hasattr(var, "val") else known.get(var, _NOTHING)  # a literal is not hashable
+
+        eqns = _needed(jaxpr)
+        readers = Counter(var for eqn in eqns for var in eqn.invars if not hasattr(var, "val"))
+        readers.update(var for var in jaxpr.outvars if not hasattr(var, "val"))
+        for eqn in eqns:
+            shared = any(readers[var] > 1 for var in eqn.outvars)
+            results = self._equation(eqn, [of(var) for var in eqn.invars], manual, shared)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [of(var) for var in jaxpr.outvars]
+
+    def _kept(self, values: Iterable[_Array]) -> frozenset[int]:
+        """Return the places of values that an operation reads from memory, into which computed ones are written now."""
+        for value in values:
+            if value.computed:
+                for buffer in value.buffers:
+                    self.read[buffer] = len(self.beside)
+                value.buffers, value.computed = self.array(value.size, value.shards).buffers, False
+        return frozenset[int]().union(*(value.buffers for value in values))
+
+    def _equation(self, eqn: Any, inputs: list[_Array], manual: bool, shared: bool) -> list[_Array]:
+        kind = eqn.primitive.name
+        if kind == "shard_map":
+            (body,) = bodies(eqn)
+            inside = self.run(body, inputs, manual=True)
+            parts = [prod(self.sizes[axis] for axis in spec_axes(spec)) for spec in eqn.params["out_specs"]]
+            for one, split in zip(inside, parts, strict=True):
+                one.shards = split
+            return inside
+        if kind in ("scan", "while", "cond"):
+            return self._loop(eqn, inputs, manual)
+        if (body := same_body(eqn)) is not None:
+            return self.run(body, inputs, manual=manual)
+        if kind in _SAME:
+            return inputs[: len(eqn.outvars)]
+        shards = [1 if manual else self._shards(var.aval, eqn, inputs) for var in eqn.outvars]
+        buffers = frozenset[int]().union(*(one.buffers for one in inputs))
+        again = not (kind in _DEAR and shared)
+        if kind in _FUSED and again and len(buffers) <= _MOST_FUSED:
+            sizes = (_size(var.aval) / split for var, split in zip(eqn.outvars, shards, strict=True))
+            return [_Array(buffers, split, size, True) for split, size in zip(shards, sizes, strict=True)]
+        if kind.startswith(("scatter", "dynamic_update_slice")) and inputs[0].computed:
+            inputs = inputs[1:]  # written where the result is
+        buffers = buffers if kind in _FUSED else self._kept(inputs)
+        flops = _flops(eqn) / shards[0]
+        self.flops += flops
+        results = [self.array(_size(v.aval) / split, split) for v, split in zip(eqn.outvars, shards, strict=True)]
+        for buffer in buffers:
+            self.read[buffer] = len(self.beside)
+        if not flops:
+            self.moved += sum(one.size for one in (*inputs, *results))
+        self.beside.append(0.0)
+        return results
+
+    def _shards(self, aval: Any, eqn: Any, inputs: list[_Array]) -> int:
+        """Return the number of devices between which a result outside of manual regions is split.
+
+        It is split as its largest input, but where values are reduced along its rows as the batch is.
+        """
+        pairs = [(_size(var.aval), one) for var, one in zip(eqn.invars, inputs, strict=True) if one.buffers]
+        largest = max((size for size, _ in pairs), default=0.0)
+        split = max((one.shards for size, one in pairs if size == largest), default=1)
+        for size, one in pairs:
+            if size == largest and one.shards < split and eqn.primitive.name in _FUSED:
+                self._split_more(one, split)
+        if _size(aval) < largest and eqn.primitive.name in _REDUCED:
+            split = min(split, self.rows) if aval.ndim else 1
+        return max(1, split)
+
+    def _split_more(self, value: _Array, shards: int) -> None:
+        """Split a value as another that it meets is, as XLA does backwards."""
+        part = value.shards / shards
+        value.size, value.shards = value.size * part, shards
+        if not value.computed:
+            for buffer in value.buffers:
+                self.bytes[buffer] *= part
+
+    def _loop(self, eqn: Any, inputs: list[_Array], manual: bool) -> list[_Array]:
+        """Return the results of a loop, whose body needs its memory once, or of a choice, whose costliest branch counts."""
+        inner = list(bodies(eqn))
+        times = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
+        found = []
+        for body in inner:
+            walk = _Walk(self.sizes, self.rows)
+            at = len(inputs) - len(body.invars)
+            given = inputs[at:] if at >= 0 else [*inputs, *[_NOTHING] * -at]
+            results = walk.run(body, [walk.array(0.0, one.shards) for one in given], manual=manual)
+            found.append((walk.flops, walk.moved, walk.peak(results), results))
+        flops, moved, most, results = max(found, key=lambda one: one[0])
+        self.flops += times * flops
+        self.moved += times * moved
+        split = [max(one.shards, 1) for one in results]
+        split += [max((one.shards for one in inputs), default=1)] * (len(eqn.outvars) - len(split))
+        outs = zip(eqn.outvars, split, strict=False)
+        made = [self.array(_size(var.aval) / (1 if manual else parts), parts) for var, parts in outs]
+        for buffer in self._kept(inputs):
+            self.read[buffer] = len(self.beside)
+        self.beside.append(most)
+        return made
+
+
+_NOTHING = _Array(frozenset(), 1)
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """Return the equations whose results are read."""
+    wanted = {var for var in jaxpr.outvars if not hasattr(var, "val")}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(var in wanted for var in eqn.outvars) or eqn.effects:
+            kept.append(eqn)
+            wanted.update(var for var in eqn.invars if not hasattr(var, "val"))
+    return kept[::-1]
+
+
+def _size(aval: Any) -> float:
+    """Return the bytes of a value; 0 of what is no array."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return float(prod(getattr(aval, "shape", ())) * itemsize)
+
+
+def _flops(eqn: Any) -> float:
+    """Return the FLOPs of a matmul or a convolution."""
+    kind, out = eqn.primitive.name, eqn.outvars[0].aval
+    if kind == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * prod(out.shape) * prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if kind == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        return 2.0 * prod(out.shape) * prod(kernel.shape) / kernel.shape[numbers.rhs_spec[0]]
+    if kind.startswith("ragged_dot"):
+        return 2.0 * prod(eqn.invars[0].aval.shape) * out.shape[-1]
+    return 0.0
