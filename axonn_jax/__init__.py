@@ -30,6 +30,7 @@ _HOME = {
     "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",
     "parallelize_linen": "axonn_jax.tensor.parallelize.linen",
+    "plan": "axonn_jax.plans.model",
     "sharding_report": "axonn_jax.tensor.parallelize.report",
     "tracked": "axonn_jax.tracking.files",
 }
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from axonn_jax.inference.generator import Generator as Generator
     from axonn_jax.inference.sampling import Sampling as Sampling
     from axonn_jax.memory.offload_transform import offload as offload
+    from axonn_jax.plans.model import plan as plan
     from axonn_jax.tensor.parallelize.api import parallelize as parallelize
     from axonn_jax.tensor.parallelize.linen import parallelize_linen as parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report as sharding_report

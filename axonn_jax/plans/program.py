@@ -6,20 +6,23 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from axonn_jax.backend.jaxprs import bodies, same_body, scan_sizes
+from axonn_jax.backend.jaxprs import bodies, same_body
 from axonn_jax.tensor.specs import spec_axes
 
-_FUSED = frozenset(
-    "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos div eq erf exp exp2 floor ge gt "
-    "integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pow real rsqrt select_n sign sin "
-    "slice sqrt square sub tanh transpose xor reduce_sum reduce_max reduce_min argmax argmin".split()
-)
+_FUSED = frozenset({
+    "abs", "add", "add_any", "and", "argmax", "argmin", "broadcast_in_dim", "ceil", "clamp", "convert_element_type",
+    "cos", "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log",
+    "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "real", "reduce_max", "reduce_min",
+    "reduce_sum", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "transpose", "xor",
+})  # fmt: skip
 """Operations that XLA computes where their results are read, with no memory for these."""
-_DEAR = frozenset("cos erf exp exp2 log log1p logistic pow rsqrt sin sqrt tanh".split())
+_DEAR = frozenset({"cos", "erf", "exp", "exp2", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"})
 """Those that XLA does not compute again for each of several readers."""
-_SAME = frozenset("copy expand_dims name optimization_barrier pvary reshape reshard squeeze stop_gradient".split())
+_SAME = frozenset({
+    "copy", "expand_dims", "name", "optimization_barrier", "pvary", "reshape", "reshard", "squeeze", "stop_gradient",
+})  # fmt: skip
 """Operations whose result is their input in memory."""
-_REDUCED = frozenset("reduce_sum reduce_max reduce_min argmax argmin".split())
+_REDUCED = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_sum"})
 _MOST_FUSED = 8
 """Arrays that one fused computation reads at the most; a longer one has a result in memory."""
 
@@ -148,7 +151,7 @@ class _Walk:
         if kind.startswith(("scatter", "dynamic_update_slice")) and inputs[0].computed:
             inputs = inputs[1:]  # written where the result is
         buffers = buffers if kind in _FUSED else self._kept(inputs)
-        flops = _flops(eqn) / shards[0]
+        flops = _flops(eqn) / (1 if manual else max(one.shards for one in inputs))
         self.flops += flops
         results = [self.array(_size(v.aval) / split, split) for v, split in zip(eqn.outvars, shards, strict=True)]
         for buffer in buffers:
@@ -164,6 +167,8 @@ class _Walk:
         It is split as its largest input, but where values are reduced along its rows as the batch is.
         """
         pairs = [(_size(var.aval), one) for var, one in zip(eqn.invars, inputs, strict=True) if one.buffers]
+        if _flops(eqn):
+            return 1 if _sums_rows(eqn) else max(one.shards for _, one in pairs)
         largest = max((size for size, _ in pairs), default=0.0)
         split = max((one.shards for size, one in pairs if size == largest), default=1)
         for size, one in pairs:
@@ -182,7 +187,7 @@ class _Walk:
                 self.bytes[buffer] *= part
 
     def _loop(self, eqn: Any, inputs: list[_Array], manual: bool) -> list[_Array]:
-        """Return the results of a loop, whose body needs its memory once, or of a choice, whose costliest branch counts."""
+        """Return the results of a loop, whose body has its memory once, or of the costliest branch of a choice."""
         inner = list(bodies(eqn))
         times = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
         found = []
@@ -217,6 +222,14 @@ def _needed(jaxpr: Any) -> list[Any]:
             kept.append(eqn)
             wanted.update(var for var in eqn.invars if not hasattr(var, "val"))
     return kept[::-1]
+
+
+def _sums_rows(eqn: Any) -> bool:
+    """Return True if a matmul or convolution adds up over the first dimension of its first operand, as of the rows."""
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "dot_general":
+        return 0 in numbers[0][0]
+    return bool(hasattr(numbers, "lhs_spec") and numbers.lhs_spec[0] != 0)
 
 
 def _size(aval: Any) -> float:
