@@ -258,7 +258,9 @@ def _sent(model: nnx.Module, shape: GridShape, machine: Machine) -> tuple[dict[s
             if group > 1:  # the report has bytes on the ring, and buffers are counted here
                 ring = count if isinstance(over, tuple) else int(ring_bytes(kind, count, group))
                 name = "+".join(axes)
+                bucketed = "data" in axes and name in seconds  # gradients over `data` travel together
+                latency = 0.0 if bucketed else links.latency(kind, axes)
                 sent[name] += ring
-                seconds[name] = seconds.get(name, 0.0) + links.latency(kind, axes) + ring / links.rate(axes)
+                seconds[name] = seconds.get(name, 0.0) + latency + ring / links.rate(axes)
     unsplit = sum(entry.bytes for entry in report.entries if not entry.plan.sharded)
     return dict(sent), seconds, unsplit / max(report.bytes, 1)
