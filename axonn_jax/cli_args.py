@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -128,6 +129,16 @@ def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
         names = [option.flag if option.arg.positional else f"{option.flag} {option.metavar}" for option in missing]
         raise UserError(", ".join(names), NOT_GIVEN, f"required; see {prog} --help")
     return _built(cls, {option.path: given.get(option.path, option.default) for option in options})
+
+
+@contextmanager
+def as_flags(table: str) -> Iterator[None]:
+    """Name a field of a table of settings by its flag in errors."""
+    try:
+        yield
+    except UserError as error:
+        flag = f"--{error.field.removeprefix(f'{table}.').replace('_', '-')}"
+        raise UserError(flag, error.value, error.accepted) from None
 
 
 def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:

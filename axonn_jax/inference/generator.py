@@ -121,7 +121,8 @@ class Generator:
 
         The stream has the slots from the first piece to the last, or until closed or unreferenced.
         """
-        sampling.check()
+        if not isinstance(sampling, Sampling):
+            raise UserError("sampling", sampling, "an ax.Sampling")
         requests = [checked(request, self.shape.vocab, self.length) for request in requests]
         with self._use():
             return self._stream(requests, sampling, logs, until)

@@ -33,7 +33,7 @@ FLAGS = [
     ("--repetition-penalty 0", "--repetition-penalty = 0.0: a number from 0.0001"),
     ("--repetition-penalty 1e99", "--repetition-penalty = 1e+99: a number from 0.0001 to 10,000"),
     ("--seed -1", "--seed = -1: an integer of at least 0"),
-    ("--seed 4294967296", "--seed = 4294967296: an integer of at least 0 and at most 4,294,967,295"),
+    ("--seed 4294967296", "--seed = 4294967296: an integer from 0 to 4294967295"),
     ("--stop=", "--stop = '': a text of at least one character"),
     ("--stop", "--stop = (not given): a text"),
     ("--slots 0", "--slots = 0: an integer of at least 1"),
