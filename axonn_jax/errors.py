@@ -68,6 +68,11 @@ def first_of(names: Sequence[object], separator: str = ", ") -> str:
     return separator.join([*map(str, names[:5]), *more])
 
 
+def first_line(error: BaseException) -> str:
+    """Return the kind of an exception and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word that begins with ``word``, or else is close, or nothing."""
     names = list(known)

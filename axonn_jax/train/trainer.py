@@ -20,6 +20,7 @@ from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
+from axonn_jax.train.modules.apart import fitting
 from axonn_jax.train.modules.job import loss_job
 from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
@@ -177,11 +178,12 @@ class Trainer:
             the call waits for the step before the last only (`in_flight`).
 
         Raises:
-            UserError: The batch has another form, or in a run of one process no targets.
+            UserError: The batch has another form, or one that `loss` does not take; in a run of one process no targets.
         """
         batch = self.engine.batches.read(batch, counts=True)
         self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
-        metrics = self.engine.step(batch)
+        with fitting(batch):
+            metrics = self.engine.step(batch)
         self._pruning.at(self.engine.steps_done)
         return metrics
 
@@ -209,7 +211,9 @@ class Trainer:
             for batch in map(shaped.read, batches):
                 rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
                 filled = shaped.filled(batch, rows)
-                given = (*self.engine.mean_loss(filled), {}) if self._numbers is None else self._numbers(filled, loss)
+                with fitting(batch):
+                    own = self._numbers
+                    given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
                 results.append(bounded(given))
         counts = [float(count) for _, count, _ in results]
         if not any(counts):

@@ -85,6 +85,20 @@ STEPS = {
 }
 
 
+LABELLED = {"x": ROWS, "label": np.arange(8) % 4}
+UNFIT = {
+    "another width": (LABELLED | {"x": ROWS[:, :5]}, r"x\] float32\[8, 5\].* raises TypeError: .*\(5,\) and \(6,\)"),
+    "no labels": ({"x": ROWS}, r"^batch = \[x\] float32\[8, 6\]: .* raises KeyError: label$"),
+    "labels of floats": (LABELLED | {"label": ROWS[:, 0]}, r"\[label\] float32\[8\], .* raises TypeError: .*integer"),
+    "labels of words": (LABELLED | {"label": np.ones((8, 3), int)}, r"\[label\] int32\[8, 3\], .* raises ValueError: "),
+    "a list": ([ROWS, LABELLED["label"]], r"^batch = \[0\] float32\[8, 6\], \[1\] int32\[8\]: .* raises TypeError: "),
+}
+
+
+def labelled_loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["label"]).mean()
+
+
 def refused(call, pattern):
     """Assert that a call is refused in one line, which the pattern describes without its quotes."""
     with pytest.raises(ax.UserError) as error:
@@ -92,6 +106,7 @@ def refused(call, pattern):
     line = str(error.value)
     assert "\n" not in line
     assert re.search(pattern, re.sub("""['"]""", "", line)), line
+    return error.value
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -105,6 +120,26 @@ def test_a_step_that_cannot_be(name):
     trainer = made(**options)
     refused(lambda: trainer.step(batch), pattern)
     assert trainer.engine.steps_done == 0
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("axes", [GridShape(), GridShape(data=2, x=2)], ids=str)
+def test_a_batch_that_the_loss_does_not_take_is_named_with_the_line(name, axes):
+    batch, pattern = UNFIT[name]
+    trainer = made(axes, loss=labelled_loss)
+    at = f"test_loss_mistakes.py, line {labelled_loss.__code__.co_firstlineno + 1}, raises"
+    for call in (lambda: trainer.step(batch), lambda: trainer.evaluate([batch])):
+        error = refused(call, pattern)
+        assert at in str(error)
+        assert isinstance(error.__cause__, (TypeError, ValueError, KeyError))
+    assert np.isfinite(float(trainer.step(LABELLED)["loss"]))
+
+
+def test_other_faults_of_a_loss_stay_its_own():
+    with pytest.raises(ZeroDivisionError):
+        made(loss=lambda model, batch: mean_loss(model, batch) + 1 / 0).step(ROWS)
+    with pytest.raises(AttributeError, match="nothing"):
+        made(loss=lambda model, batch: batch.nothing).step(ROWS)
 
 
 class Convolved(nnx.Module):
