@@ -42,7 +42,7 @@ FLAGS = [
     ("--precision fp16", "--precision = 'fp16': one of fp32, bf16, auto"),
     ("--grid.pipe 2", "grid.pipe = 2: 1 in generation"),
     ("--grid.z 2", "grid.z = 2: 1 in generation"),
-    ("--grid.y 3", "model.kv_heads = 4: a multiple of y = 3; nearest: 3 or 6; or grid.y one of 1, 2, 4"),
+    ("--grid.y 3", "model.kv_heads = 4: a multiple of y = 3; or grid.y one of 1, 2, 4"),
     ("--grid.expert 2", "grid.expert = 2: 1 for a model without experts"),
     ("--attention locky", "--attention = 'locky': one of full, loki, exact-topk, random, h2o, window"),
     ("--attention loki", f"--attention = 'loki': a calibration in run/loki.safetensors: {CALIBRATE}"),

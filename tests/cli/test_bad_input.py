@@ -47,8 +47,8 @@ KEYS = [
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),
     ("grid.x", "0", "0", "an integer of at least 1"),
-    ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; nearest: 30 or 33"),
-    ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4"),
+    ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; or x*z one of 1, 2, 4, 8, 16, 32"),
+    ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; or grid.y one of 1, 2, 4"),
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("grid.pipe", "0", "0", "an integer of at least 1"),
     ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 segments"),
@@ -287,7 +287,7 @@ sys.exit(f"imported {loaded}" if loaded else status)
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4\n"),
+        (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; or grid.y one of 1, 2, 4\n"),
         (["--train.stepz", "5"], "error: train.stepz = 5: not a known key; did you mean 'steps'?\n"),
         (
             ["--grid.pipe", "2", "--pipeline.split", "9,9"],
