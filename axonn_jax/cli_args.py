@@ -168,7 +168,9 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
             option = flags.get(plain) or (None if equals else switches_off.get(plain))
             if option is None:
                 following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
-                hint = nearest(name, [*flags, "--help"]) or f", which has {', '.join([*flags, '--help'])}"
+                table = [flag for flag in flags if "." in name and flag.startswith(name.partition(".")[0] + ".")]
+                has = table or [*flags, "--help"]
+                hint = nearest(name, has) or f", which has {', '.join(has)}"
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
                 given[option.path] = option.value(text) if equals else plain in flags

@@ -24,6 +24,9 @@ _MOST = 300
 _CLOSE = 0.65
 """Least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2."""
 
+_ELSEWHERE = {"tp": "y", "dp": "data", "pp": "pipe", "ep": "expert", "fsdp": "z", "learning_rate": "lr"}
+"""Names of other systems (docs/coming_from.md), and the names here."""
+
 
 def _shown(value: object) -> str:
     try:
@@ -74,11 +77,19 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word that begins with ``word``, or else is close, or nothing."""
+    """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
+    or else is close, or nothing; of names with a dot those of the same table."""
     names = list(known)
+    own = word.rpartition(".")[2].lstrip("-")
+    head = word.removesuffix(own)
+    if below := [name.removeprefix(head) for name in names if "." in head and name.startswith(head)]:
+        names, word = below, own
+    else:
+        head = ""
+    meant = [name for name in names if name.rpartition(".")[2].lstrip("-") == _ELSEWHERE.get(own.replace("-", "_"))]
     longer = sorted((name for name in names if len(word.strip("-")) > 2 and name.startswith(word)), key=len)
-    close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = meant[:1] or longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
+    return f"; did you mean {head + close[0]!r}?" if close else ""
 
 
 class _NotGiven:

@@ -46,6 +46,7 @@ KEYS = [
     ),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),
+    ("grid.tp", "2", "2", "not a known key; did you mean 'y'?"),
     ("grid.x", "0", "0", "an integer of at least 1"),
     ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; or x*z one of 1, 2, 4, 8, 16, 32"),
     ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; or grid.y one of 1, 2, 4"),
@@ -108,7 +109,14 @@ WITH = {
 }
 
 
-TYPED = {"train.stepz": "5", "train.lr": "-1e-3", "data.path": '""', "grid.x": "3", "pipeline.split": '"6,0"'}
+TYPED = {
+    "train.stepz": "5",
+    "grid.tp": "2",
+    "train.lr": "-1e-3",
+    "data.path": '""',
+    "grid.x": "3",
+    "pipeline.split": '"6,0"',
+}
 """Those of `KEYS` that are tried as flags too, which are read as the file's values."""
 
 

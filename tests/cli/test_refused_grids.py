@@ -14,6 +14,8 @@ WRONG = [
     (["--virtual-stages", "30"], "--virtual-stages = 30: such as "),
     (["--policy", "1f1b", "--virtual-stages", "2"], "--virtual-stages = 2: 1 with --policy 1f1b"),
     (["--reshard-after", "backward", "--virtual-stages", "2"], "--reshard-after = 'backward': auto or forward"),
+    (["--grid.tp", "2"], "--grid.tp = '2': not a flag of axonn-jax plan; did you mean '--grid.y'?"),
+    (["--grid.foo", "2"], "which has --grid.pipe, --grid.data, --grid.expert, --grid.z, --grid.y, --grid.x\n"),
     (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
 ]
 
