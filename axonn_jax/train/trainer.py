@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import Grid
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
@@ -21,7 +21,7 @@ from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.apart import fitting
-from axonn_jax.train.modules.job import loss_job
+from axonn_jax.train.modules.job import check_loss, loss_job
 from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.optimizer import averaging
@@ -105,9 +105,11 @@ class Trainer:
     ):
         if not isinstance(grid, Grid):
             raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
-        if not 0 <= ema < 1:
-            raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
-        train = TrainConfig(ema=ema, clip=clip)
+        tables = {MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune}
+        for kind, table in tables.items():
+            if not isinstance(table, kind):
+                raise UserError(kind.table, table, f"an ax.{kind.__name__}")
+        train = TrainConfig(ema=ema, clip=clip, seed=seed)
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
@@ -205,6 +207,8 @@ class Trainer:
         """
         if (loss is not None or aux) and self._numbers is None:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
+        if loss is not None:
+            check_loss(loss)
         self._pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         with self._averaged():
@@ -256,6 +260,7 @@ class Trainer:
             OSError: The checkpoint cannot be written, or the state is not finite; the text has the reason.
         """
         self._pruning.check_masks()
+        integer("step", step, 0)
         return save_as(self.engine, Path(directory), step)
 
     @_on_own_mesh

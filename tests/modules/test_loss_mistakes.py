@@ -53,6 +53,12 @@ MADE = {
     "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
     "no loss": (lambda: made(model=net(), loss=None), "^model = Linear: a Transformer or .* trains with loss="),
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
+    "ema a word": (lambda: made(ema="x"), "^train.ema = x: a number of at least 0 and below 1"),
+    "ema 1": (lambda: made(ema=1), "^train.ema = 1: a number of at least 0 and below 1"),
+    "a seed below 0": (lambda: made(seed=-1), "^train.seed = -1: an integer from 0"),
+    "a table as in TOML": (lambda: made(memory={"zero": 1}), "^memory = .*: an ax.MemoryConfig"),
+    "no table": (lambda: made(prune=None), "^prune = None: an ax.PruneConfig"),
+    "wrt a number": (lambda: made(wrt=5), "^wrt = 5: a filter of Flax"),
     "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
     "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
     "pruning without kernels": (
@@ -133,6 +139,13 @@ def test_a_batch_that_the_loss_does_not_take_is_named_with_the_line(name, axes):
         assert at in str(error)
         assert isinstance(error.__cause__, (TypeError, ValueError, KeyError))
     assert np.isfinite(float(trainer.step(LABELLED)["loss"]))
+
+
+def test_other_calls_of_a_trainer_that_cannot_be():
+    trainer = made()
+    refused(lambda: trainer.save("nowhere", "1"), "^step = 1: an integer of at least 0")
+    refused(lambda: trainer.evaluate([ROWS], loss="mse"), "^loss = str: a function of")
+    refused(lambda: trainer.evaluate([ROWS], loss=lambda model: 0.0), r"^loss = a function of \(model\): ")
 
 
 def test_other_faults_of_a_loss_stay_its_own():
