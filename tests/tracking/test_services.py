@@ -135,3 +135,13 @@ def test_wandb_without_an_account_is_one_line(tmp_path, prepared):
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert line.startswith("error: log.wandb = 'project': an account (`wandb login`), or WANDB_MODE=offline; ")
+
+
+def test_mlflow_without_its_server_is_one_line_soon(tmp_path, prepared):
+    """Seven retries, MLflow's own, take four minutes."""
+    pytest.importorskip("mlflow")
+    config = write_config(tmp_path / "c.toml", prepared, 1, '[log]\nmlflow = "experiment"')
+    done = finished(command(config, tmp_path / "run"), timeout=100, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("error: log.mlflow = 'experiment': a tracker that starts; MlflowException: ")
