@@ -163,6 +163,12 @@ class Grid(NamedTuple):
         return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
 
 
+def check_grid_type(grid: Any) -> None:
+    """Raise ``UserError`` for what is no `Grid`."""
+    if not isinstance(grid, Grid):
+        raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
+
+
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
     """Lay the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES, Grid, check_grid_type
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
@@ -74,6 +74,7 @@ class Generator:
         limit: int | None = None,
         steps: int = STEPS,
     ):
+        check_grid_type(grid)
         if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
         self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import Grid
+from axonn_jax.grid import Grid, check_grid_type
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -103,8 +103,7 @@ class Trainer:
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
-        if not isinstance(grid, Grid):
-            raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
+        check_grid_type(grid)
         tables = {MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune}
         for kind, table in tables.items():
             if not isinstance(table, kind):

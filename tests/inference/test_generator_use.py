@@ -207,6 +207,11 @@ def test_a_generator_that_cannot_be(made, says, options):
         ax.Generator(made, grids.lay(GridShape()), **options)
 
 
+def test_a_generator_without_a_grid(made):
+    with pytest.raises(UserError, match="grid = 'NoneType': a grid, as ax.init returns one"):
+        ax.Generator(made, None)
+
+
 def test_another_model_and_loki_without_components(made):
     grid = grids.lay(GridShape())
     with pytest.raises(UserError, match="model = 'Linear': a Transformer, or the path of a directory"):
