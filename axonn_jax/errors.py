@@ -79,17 +79,15 @@ def first_line(error: BaseException) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
     or else is close, or nothing; of names with a dot those of the same table."""
-    names = list(known)
-    own = word.rpartition(".")[2].lstrip("-")
-    head = word.removesuffix(own)
-    if below := [name.removeprefix(head) for name in names if "." in head and name.startswith(head)]:
+    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    own = word.rpartition(".")[2]
+    table = word.removesuffix(own)
+    if below := {key.removeprefix(table): name for key, name in names.items() if table and key.startswith(table)}:
         names, word = below, own
-    else:
-        head = ""
-    meant = [name for name in names if name.rpartition(".")[2].lstrip("-") == _ELSEWHERE.get(own.replace("-", "_"))]
-    longer = sorted((name for name in names if len(word.strip("-")) > 2 and name.startswith(word)), key=len)
+    meant = [key for key in names if key.rpartition(".")[2] == _ELSEWHERE.get(own.replace("-", "_"))]
+    longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
     close = meant[:1] or longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
-    return f"; did you mean {head + close[0]!r}?" if close else ""
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 class _NotGiven:

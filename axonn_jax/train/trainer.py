@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import Grid, check_grid_type
+from axonn_jax.options import Settings
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -104,7 +105,9 @@ class Trainer:
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
         check_grid_type(grid)
-        tables = {MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune}
+        tables: dict[type[Settings], object] = {
+            MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune
+        }  # fmt: skip
         for kind, table in tables.items():
             if not isinstance(table, kind):
                 raise UserError(kind.table, table, f"an ax.{kind.__name__}")

@@ -92,6 +92,7 @@ KEYS = [
     ("checkpoint.resume", '"newest"', "'newest'", "auto, never, or the directory of a checkpoint"),
     ("checkpoint.weights", '"nowhere"', "'nowhere'", "the directory of a checkpoint (step_N) or of a run"),
     ("log.dir", '""', "''", "a directory that can be written"),
+    ("log.dir", '"DATA"', None, "a directory of its own; prepared data, or a checkpoint, is in this one"),
     ("log.dir", '"run.toml"', "'run.toml'", "a directory that can be written; is not a directory"),
     ("log.dir", '"run.toml/deeper"', "'run.toml/deeper'", "run.toml is not a directory"),
 ]
@@ -221,6 +222,15 @@ COMMANDS = {
     "prepare: holdout": (["prepare", ".", "out", "--vocab", "300", "--holdout", "2"], ["--holdout = 2.0: a share"]),
     "prepare: holdout a word": (["prepare", ".", "out", "--vocab=300", "--holdout=x"], ["--holdout = 'x': a number"]),
     "prepare: one more": (["prepare", ".", "out", "more", "--vocab", "300"], ["argument = 'more': not taken by"]),
+    "a table as a flag": (
+        ["train", "run.toml", "--grid", "2"],
+        ["grid = 2: not a known flag, which are --table.key; its keys are grid.pipe, grid.data,"],
+    ),
+    "processes of train": (["train", "run.toml", "-n", "4"], ["-n = 'behind train': a flag of `axonn-jax launch`"]),
+    "plan: no configuration": (
+        ["plan", "--model", "none.toml", "--machine", "laptop", "--devices", "2"],
+        ["--model = 'none.toml': a configuration (.toml), the directory of a run"],
+    ),
     "prune: nothing given": (["prune"], ["RUN_DIR, OUT_DIR = (not given): required"]),
     "prune: no run": (["prune", "none", "out"], ["RUN_DIR = 'none': a directory left by `axonn-jax train`"]),
     "prune: all kept": (["prune", "none", "out", "--density", "1"], ["--density = 1.0: a number above 0 and below 1"]),

@@ -140,6 +140,7 @@ def test_only_what_is_close_is_suggested():
     flags = ["--grid.y", "--grid.data", "--top", "--machine"]
     assert nearest("--grid.foo", flags) == ""  # what is shared is no sign
     assert nearest("--grid.dat", flags) == "; did you mean '--grid.data'?"
+    assert nearest("--step", ["--merge", "--help"]) == ""
     assert nearest("--gird.data", flags) == "; did you mean '--grid.data'?"
 
 

@@ -65,7 +65,7 @@ def named_model(name: str) -> NamedModel:
         own |= {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "seq_len": shape.seq_len}
         sizes = " ".join(f"--model.{key} {str(value).lower()}" for key, value in own.items())
         return NamedModel(shape, f"CONFIG.toml --checkpoint.weights {name} {sizes}")
-    if not path.is_dir() and path.suffix != ".toml":
+    if not path.is_dir() and not (path.suffix == ".toml" and path.exists()):
         if name in preset_names():
             return NamedModel(preset(name), f"CONFIG.toml --model.preset {name}")
         try:
