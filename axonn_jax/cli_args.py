@@ -6,14 +6,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import look_at
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest, nearest_or_all
 from axonn_jax.options import DerivedSize
 from axonn_jax.terminal import columns, wrapped
 
@@ -131,16 +130,6 @@ def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
     return _built(cls, {option.path: given.get(option.path, option.default) for option in options})
 
 
-@contextmanager
-def as_flags(table: str) -> Iterator[None]:
-    """Name a field of a table of settings by its flag in errors."""
-    try:
-        yield
-    except UserError as error:
-        flag = f"--{error.field.removeprefix(f'{table}.').replace('_', '-')}"
-        raise UserError(flag, error.value, error.accepted) from None
-
-
 def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:
     """The index of the first word that is neither a flag nor a flag's value."""
     takes = {option.flag for option in options if option.kind is not bool}
@@ -168,9 +157,7 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
             option = flags.get(plain) or (None if equals else switches_off.get(plain))
             if option is None:
                 following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
-                table = [flag for flag in flags if "." in name and flag.startswith(name.partition(".")[0] + ".")]
-                has = table or [*flags, "--help"]
-                hint = nearest(name, has) or f", which has {', '.join(has)}"
+                hint = nearest_or_all(name, [*flags, "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
                 given[option.path] = option.value(text) if equals else plain in flags

@@ -53,6 +53,16 @@ def refused(field: str, value: object, accepted: str) -> Iterator[None]:
         raise UserError(field, str(value), f"{accepted}; {why}") from None
 
 
+@contextmanager
+def as_flags(table: str) -> Iterator[None]:
+    """Name a field of a table of settings by its flag in errors."""
+    try:
+        yield
+    except UserError as error:
+        flag = f"--{error.field.removeprefix(f'{table}.').replace('_', '-')}"
+        raise UserError(flag, error.value, error.accepted) from None
+
+
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a number as Python's integer; raises ``UserError`` for another type, or one out of range."""
     try:
@@ -88,6 +98,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
     close = meant[:1] or longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
     return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
+def nearest_or_all(word: str, known: Sequence[str]) -> str:
+    """Return what `nearest` returns, or else all known words, those of the same table where a word has one."""
+    table = word[: word.find(".") + 1] or "none"
+    return nearest(word, known) or f", which has {', '.join([n for n in known if n.startswith(table)] or known)}"
 
 
 class _NotGiven:

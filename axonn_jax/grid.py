@@ -163,10 +163,11 @@ class Grid(NamedTuple):
         return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
 
 
-def check_grid_type(grid: Any) -> None:
-    """Raise ``UserError`` for what is no `Grid`."""
+def typed_grid(grid: Any) -> Grid:
+    """Return a grid; raise ``UserError`` for what is none."""
     if not isinstance(grid, Grid):
         raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
+    return grid
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:

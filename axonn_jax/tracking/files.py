@@ -14,7 +14,7 @@ from typing import Any
 
 from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
 from axonn_jax.errors import UserError, integer, refused
-from axonn_jax.grid import Grid, check_grid_type
+from axonn_jax.grid import Grid, typed_grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
@@ -192,7 +192,7 @@ def tracked(
     Raises:
         UserError: A tracker does not start, or the directory cannot be written.
     """
-    check_grid_type(grid)
+    typed_grid(grid)
     integer("resumed", resumed, 0)
     if not isinstance(directory, str | Path):
         raise UserError("directory", directory, "the path of a run directory")

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import Grid, check_grid_type
+from axonn_jax.grid import Grid, typed_grid
 from axonn_jax.options import Settings
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
@@ -104,7 +104,7 @@ class Trainer:
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
-        check_grid_type(grid)
+        typed_grid(grid)
         tables: dict[type[Settings], object] = {
             MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune
         }  # fmt: skip

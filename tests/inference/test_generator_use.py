@@ -208,7 +208,7 @@ def test_a_generator_that_cannot_be(made, says, options):
 
 
 def test_a_generator_without_a_grid(made):
-    with pytest.raises(UserError, match="grid = 'NoneType': a grid, as ax.init returns one"):
+    with pytest.raises(UserError, match=r"grid = 'NoneType': a grid, as ax\.init returns one"):
         ax.Generator(made, None)
 
 

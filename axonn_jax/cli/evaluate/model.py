@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.cli.generate import tokenizer_of
-from axonn_jax.cli_args import as_flags
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, as_flags
 from axonn_jax.terminal import Ticker, libraries_on_stderr
 
 if TYPE_CHECKING:

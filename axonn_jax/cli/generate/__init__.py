@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from axonn_jax.cli_args import Arg, NotNegative, as_flags
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.cli_args import Arg, NotNegative
+from axonn_jax.errors import NOT_GIVEN, UserError, as_flags
 from axonn_jax.grid import GridShape
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision

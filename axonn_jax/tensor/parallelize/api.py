@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError, first_line, nearest
-from axonn_jax.grid import Grid, check_grid_type, without_mesh
+from axonn_jax.grid import Grid, typed_grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
@@ -128,7 +128,7 @@ def _spread(
 
 
 def _check(model: Any, grid: Any) -> None:
-    check_grid_type(grid)
+    typed_grid(grid)
     if not isinstance(model, nnx.Module):
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:
