@@ -99,7 +99,7 @@ class Option:
         except (ValueError, KeyError):
             raise UserError(self.flag, text, self.accepted) from None
         if self.kind is Path:
-            look_at(self.flag, text)
+            look_at(self.flag, text, empty=False)
         least, most = self.arg.least, self.arg.most
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             raise UserError(self.flag, value, self.accepted)

@@ -212,6 +212,11 @@ COMMANDS = {
         ["prepare", "none", "out", "--vocab", "300"],
         ["SOURCE = 'none': an existing folder or file"],
     ),
+    "prepare: a variable that is not set": (
+        ["prepare", "", "out", "--vocab", "300"],
+        ["SOURCE = '': a path; this text is empty"],
+    ),
+    "inspect: a variable that is not set": (["inspect", ""], ["RUN_DIR = '': a path; this text is empty"]),
     "prepare: unknown flag": (
         ["prepare", ".", "out", "--vocap", "300"],
         ["--vocap = '300'", "did you mean '--vocab'?"],
