@@ -1,5 +1,6 @@
 """Mistakes with `Trainer(loss=)`: one line each, that names the field, the value and what is accepted."""
 
+import linecache
 import re
 
 import any_models as models
@@ -139,6 +140,19 @@ def test_a_batch_that_the_loss_does_not_take_is_named_with_the_line(name, axes):
         assert at in str(error)
         assert isinstance(error.__cause__, (TypeError, ValueError, KeyError))
     assert np.isfinite(float(trainer.step(LABELLED)["loss"]))
+
+
+def test_a_batch_that_a_linen_loss_does_not_take_is_named_with_the_line():
+    grid, module = grids.lay(GridShape(data=2, x=2)), Module()
+
+    def loss(params, batch):
+        return jnp.mean(module.apply(params, batch))
+
+    loss, params = ax.parallelize_linen(loss, module.init(jax.random.key(0), ROWS), grid, ROWS)
+    trainer = ax.Trainer(params, optax.sgd(0.1), grid, loss=loss)
+    error = refused(lambda: trainer.step(ROWS[:, :5]), r"^batch = float32\[8, 5\]: ")
+    line = re.search(r"test_loss_mistakes\.py, line (\d+), raises", str(error))[1]
+    assert linecache.getline(__file__, int(line)).strip() == "return linen.Dense(2)(x)"
 
 
 def test_other_calls_of_a_trainer_that_cannot_be():

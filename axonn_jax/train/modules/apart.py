@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
+from sysconfig import get_path
 from traceback import extract_tb
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.errors import FlaxError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -28,6 +30,9 @@ REPLICAS = "axonn_replicas"
 
 ROW_AXES = ("z",)
 """Mesh axes that split the rows of one replica."""
+
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), get_path("stdlib"), get_path("purelib"))
+"""Beginnings of the names of files that a user did not write."""
 
 Loss = Callable[..., Any]
 """Function of (model, batch) or (model, batch, key) -> a mean loss, or (a mean loss, numbers)."""
@@ -148,13 +153,13 @@ def fitting(batch: Any) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, AssertionError, FlaxError) as error:
         frames = extract_tb(error.__traceback__)
         calls = [at for at, each in enumerate(frames) if (each.filename, each.name) == (__file__, "result")]
         inside = frames[calls[-1] + 1 :] if calls else []
         if not inside:
             raise
-        last = [each for each in inside if each.filename == inside[0].filename][-1]
+        last = [inside[0], *(each for each in inside if not each.filename.startswith(_NOT_THE_USERS))][-1]
         leaves = tree_leaves_with_path(values_of(batch))
         shown = ", ".join(f"{keystr(path)} {value.dtype}{[*value.shape]}".strip() for path, value in leaves)
         accepted = f"a batch for the loss, which in {Path(last.filename).name}, line {last.lineno}, raises"
