@@ -11,6 +11,8 @@ from axonn_jax.tracking.tracker import RunFacts, Value
 
 _PARAMS = 100
 """Settings that MLflow takes in a request."""
+_WAIT_S = 30.0
+"""Time for W&B's first answer; by itself it waits for 90 s."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's variables for a first request; by themselves a server that is not there takes minutes."""
 
@@ -33,6 +35,7 @@ class WandbTracker:
         """Begin the run, or go on with the one of this id; raise ``UserError`` without an account."""
         import wandb
 
+        patience: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _WAIT_S}
         try:
             self._run = wandb.init(
                 project=self._project,
@@ -42,7 +45,7 @@ class WandbTracker:
                 config=dict(run.config),
                 resume="allow",
                 # The log and the display of progress are the run's own.
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(console="off", silent=True, **patience),
             )
         except wandb.errors.UsageError as error:
             accepted = f"an account (`wandb login`), or WANDB_MODE=offline; {str(error).splitlines()[0]}"
