@@ -1,10 +1,8 @@
 """Command lines as dataclasses: values, one-line errors and help, all from fields and the texts below."""
 
-import ast
 import inspect
 import os
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -12,8 +10,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import look_at
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.options import DerivedSize
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest, nearest_or_all
+from axonn_jax.options import field_docs
 from axonn_jax.terminal import columns, wrapped
 
 T = TypeVar("T")
@@ -102,7 +100,7 @@ class Option:
         except (ValueError, KeyError):
             raise UserError(self.flag, text, self.accepted) from None
         if self.kind is Path:
-            look_at(self.flag, text)
+            look_at(self.flag, text, empty=False)
         least, most = self.arg.least, self.arg.most
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             raise UserError(self.flag, value, self.accepted)
@@ -148,6 +146,7 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
     named = [option for option in options if not option.arg.positional and not option.arg.settings]
     flags = {option.flag.replace("_", "-"): option for option in named}
     settings = next((option for option in options if option.arg.settings), None)
+    nested = {option.path[0] for option in named if len(option.path) > 1}
     switches_off = {f"--no-{name[2:]}": option for name, option in flags.items() if option.kind is bool}
     given, words = dict[tuple[str, ...], Any](), list(reversed(argv))
     while words:
@@ -160,13 +159,13 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
             name, equals, text = word.partition("=")
             plain = name.replace("_", "-")
             option = flags.get(plain) or (None if equals else switches_off.get(plain))
-            if option is None and settings and "." in name:
+            if option is None and settings and "." in name and name[2:].partition(".")[0] not in nested:
                 value = [words.pop()] if not equals and words and not words[-1].startswith("--") else []
                 given[settings.path] = (*given.get(settings.path, ()), word, *value)
                 continue
             if option is None:
                 following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
-                hint = _hint(name, [*(option.flag for option in named), "--help"])
+                hint = nearest_or_all(name, [*(option.flag for option in named), "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
                 if not equals and "." in name and words and words[-1] in ("true", "false"):
@@ -183,13 +182,6 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
                 value = option.value(text if equals else words.pop())
                 given[option.path] = (*given.get(option.path, ()), value) if option.many else value
     return given
-
-
-def _hint(name: str, flags: Sequence[str]) -> str:
-    """Return the flag that is close to an unknown one, as a whole or behind its dots, or else all flags."""
-    ends = [flag for flag in flags if nearest(name.strip("-"), [flag.rpartition(".")[2]])]
-    last = f"; did you mean {ends[0]!r}?" if ends else f", which has {', '.join(flags)}"
-    return nearest(name, flags) or last
 
 
 def _is_flag(word: str) -> bool:
@@ -244,25 +236,6 @@ def _options(
 def default_of(field: "Field[Any]") -> Any:
     """Default value of a field; `MISSING` for a required one."""
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def field_docs(cls: Any) -> dict[str, str]:
-    """Return the text under each field of a dataclass and its bases; of a field `of` another one the text there."""
-    docs: dict[str, str] = {}
-    for owner in filter(is_dataclass, reversed(cls.__mro__)):
-        source = inspect.getsource(owner)  # type: ignore[arg-type]
-        (tree,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    for own in fields(cls):
-        if of := own.metadata.get("of"):
-            default = next(f.default for f in fields(of) if f.name == own.name)
-            plain = default is not MISSING and not isinstance(default, DerivedSize)
-            shown = str(default).lower() if isinstance(default, bool) else default
-            docs[own.name] = field_docs(of)[own.name] + (f" Default: {shown}, or the preset's." if plain else "")
-    return docs
 
 
 def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False) -> str:

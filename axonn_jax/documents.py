@@ -61,8 +61,13 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
         return file.read(most)
 
 
-def look_at(field: str, path: str) -> None:
-    """Raise ``UserError`` where a user's path can neither be looked at nor be missing, as one with a name too long."""
+def look_at(field: str, path: str, *, empty: bool = True) -> None:
+    """Raise ``UserError`` where a user's path can neither be looked at nor be missing, as one with a name too long.
+
+    An `empty` one stands for none where that is allowed; else it would be the current directory.
+    """
+    if not (path or empty):
+        raise UserError(field, path, "a path; this text is empty")
     try:
         if os.path.isdir(path) and not os.access(path, os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -24,6 +24,9 @@ _MOST = 300
 _CLOSE = 0.65
 """Least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2."""
 
+_ELSEWHERE = {"tp": "y", "dp": "data", "pp": "pipe", "ep": "expert", "fsdp": "z", "learning_rate": "lr"}
+"""Names of other systems (docs/coming_from.md), and the names here."""
+
 
 def _shown(value: object) -> str:
     try:
@@ -50,6 +53,16 @@ def refused(field: str, value: object, accepted: str) -> Iterator[None]:
         raise UserError(field, str(value), f"{accepted}; {why}") from None
 
 
+@contextmanager
+def as_flags(table: str) -> Iterator[None]:
+    """Name a field of a table of settings by its flag in errors."""
+    try:
+        yield
+    except UserError as error:
+        flag = f"--{error.field.removeprefix(f'{table}.').replace('_', '-')}"
+        raise UserError(flag, error.value, error.accepted) from None
+
+
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a number as Python's integer; raises ``UserError`` for another type, or one out of range."""
     try:
@@ -68,12 +81,32 @@ def first_of(names: Sequence[object], separator: str = ", ") -> str:
     return separator.join([*map(str, names[:5]), *more])
 
 
+def first_line(error: BaseException) -> str:
+    """Return the kind of an exception and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word that begins with ``word``, or else is close, or nothing."""
-    names = list(known)
-    longer = sorted((name for name in names if len(word.strip("-")) > 2 and name.startswith(word)), key=len)
-    close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
+    or else is close, or nothing; of names with a dot those of the same table."""
+    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    own = word.rpartition(".")[2]
+    table = word.removesuffix(own)
+    if below := {key.removeprefix(table): name for key, name in names.items() if table and key.startswith(table)}:
+        names, word = below, own
+    meant = [key for key in names if key.rpartition(".")[2] == _ELSEWHERE.get(own.replace("-", "_"))]
+    longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
+    close = meant[:1] or longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
+    if not close:  # of a table that is left out
+        ends = {key.rpartition(".")[2].replace("_", "-"): key for key in names if "." in key}
+        close = [ends[end] for end in get_close_matches(word, ends, n=1, cutoff=_CLOSE)]
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
+def nearest_or_all(word: str, known: Sequence[str]) -> str:
+    """Return what `nearest` returns, or else all known words, those of the same table where a word has one."""
+    table = word[: word.find(".") + 1] or "none"
+    return nearest(word, known) or f", which has {', '.join([n for n in known if n.startswith(table)] or known)}"
 
 
 class _NotGiven:

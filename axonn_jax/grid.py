@@ -96,16 +96,18 @@ class GridShape:
         divides("train.global_batch", global_batch, self.batch_shards * microbatches, f"{self.batch_rule}*microbatches")
 
 
-def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
-    """Raise ``UserError`` unless a size divides, with the nearest divisible one and, if `legal_axis`, sizes of
-    `axis`."""
+def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", whole: int = 0) -> None:
+    """Raise ``UserError`` unless a size divides, with the nearest divisible one, and the legal sizes of `axis`.
+
+    Where `axis` must divide other sizes of a model too, `whole` is what they have in common, and no size is proposed.
+    """
     if size > 0 and size % parts == 0:
         return
     low = size // parts * parts
     near = [n for n in (low, low + parts) if n > 0]
-    advice = f"a multiple of {rule} = {parts}; nearest: {' or '.join(map(str, near))}"
-    if legal_axis:
-        advice += f"; or {axis} one of " + ", ".join(map(str, divisors(size)))
+    advice = f"a multiple of {rule} = {parts}"
+    advice += "" if whole else f"; nearest: {' or '.join(map(str, near))}"
+    advice += f"; or {axis} one of {', '.join(map(str, divisors(whole or size)))}" if axis else ""
     raise UserError(field, size, advice)
 
 
@@ -161,6 +163,13 @@ class Grid(NamedTuple):
             return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
+
+
+def typed_grid(grid: Any) -> Grid:
+    """Return a grid; raise ``UserError`` for what is none."""
+    if not isinstance(grid, Grid):
+        raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
+    return grid
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:

@@ -1,7 +1,10 @@
-"""Values that settings may take, each list once, and the check of values from TOML and JSON by their types."""
+"""Values that settings may take, each list once, the check of values by their types, and the texts of settings."""
 
+import ast
+import inspect
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -239,3 +242,22 @@ def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
 def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
+
+
+def field_docs(cls: Any) -> dict[str, str]:
+    """Return the text under each field of a dataclass and its bases; of a field `of` another one the text there."""
+    docs: dict[str, str] = {}
+    for owner in filter(is_dataclass, reversed(cls.__mro__)):
+        source = inspect.getsource(owner)  # type: ignore[arg-type]
+        (tree,) = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    for own in fields(cls):
+        if of := own.metadata.get("of"):
+            default = next(f.default for f in fields(of) if f.name == own.name)
+            plain = default is not MISSING and not isinstance(default, DerivedSize)
+            shown = str(default).lower() if isinstance(default, bool) else default
+            docs[own.name] = field_docs(of)[own.name] + (f" Default: {shown}, or the preset's." if plain else "")
+    return docs

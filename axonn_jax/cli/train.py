@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(help_text(Config, _USAGE, _DESCRIPTION, keys=True))
         return 0
+    if "-n" in argv:
+        raise UserError("-n", "behind train", "a flag of `axonn-jax launch`, which starts several processes")
     files, flags = split_argv(argv)
     if (restarts := dict(flags).get("restarts")) is not None:
         raise UserError("--restarts", restarts, "a flag of `axonn-jax launch`, which starts a failed job again")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 from axonn_jax.options import Count, CountOrZero, Settings
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -53,10 +53,7 @@ def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArra
     """
     from axonn_jax.models.packed import leave_out, places_of, token_ids  # imports jax, which no other reader needs
 
-    if k < 2:
-        raise UserError("goldfish.k", k, "a whole number from 2")
-    if h < 1:
-        raise UserError("goldfish.h", h, "a whole number from 1")
+    k, h = integer("goldfish.k", k, 2), integer("goldfish.h", h, 1)
     words = np.asarray(batch)
     if words.ndim != 2 or words.dtype.kind not in "iu":
         raise UserError("batch", f"{words.dtype} {list(words.shape)}", "token ids [rows, seq + 1]")

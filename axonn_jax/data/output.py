@@ -66,7 +66,7 @@ def is_partial(out: Path, folder: Path, name: str) -> bool:
 
 
 def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
-    if source.is_relative_to(out):
+    if source.is_relative_to(out) and os.path.lexists(source):  # else a name on the Hub
         raise UserError(kind.out, str(out), f"a directory other than {kind.source} and its parents")
     if not os.path.lexists(out):
         return

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import integer
 
 Results = TypeVar("Results")
 STEPS = 2
@@ -16,8 +16,7 @@ class InFlight:
     """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
 
     def __init__(self, most: int = STEPS):
-        if most < 1:
-            raise UserError("in_flight", most, "at least 1 program")
+        integer("in_flight", most, 1)
         self._most, self._results = most, deque[Any]()
 
     def __call__(self, results: Results) -> Results:

@@ -24,6 +24,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
 
 _HEARTBEAT_S = 30
+_PLATFORMS = "JAX_PLATFORMS"
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """jax's own variable for the address at which a coordinator listens."""
 _WARM_UP_FLOATS = 65_536
@@ -198,7 +199,14 @@ def _make_cpu_devices(count: int) -> None:
 
 
 def _devices(shape: GridShape, world: World) -> Sequence[object]:
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # without a word where the platform's plugin is missing
+        unknown, asked = isinstance(error, AssertionError) or "known backends" in str(error), os.environ.get(_PLATFORMS)
+        if world.size > 1 or not asked or not unknown:
+            raise  # a device may be there when the run is started again
+        accepted = "cpu, or another platform that this installation has; `axonn-jax doctor` shows what there is"
+        raise UserError(_PLATFORMS, asked, accepted) from error
     virtual = world.size == 1 and computes_on_cores(jax.default_backend())
     if virtual and len(devices) > shape.devices:
         return devices[: shape.devices]

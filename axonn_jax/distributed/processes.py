@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 
 SLURM_STEP = (
     "SLURM_JOB_ID",
@@ -114,9 +114,7 @@ def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
 
 def explicit_world(coordinator: str, num_processes: int, process_id: int) -> World:
     """Return the world of processes named by the caller; ``UserError`` for numbers or an address of no use."""
-    if num_processes < 1:
-        raise UserError("num_processes", num_processes, "an integer of at least 1")
-    if not 0 <= process_id < num_processes:
+    if integer("process_id", process_id, 0) >= integer("num_processes", num_processes, 1):
         raise UserError("process_id", process_id, f"0 to num_processes - 1 = {num_processes - 1}")
     if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", coordinator):
         raise UserError("coordinator", coordinator, "host:port of process 0")

@@ -79,10 +79,10 @@ class ExpertShape:
 
     def check_grid(self, grid: GridShape, seq_len: int) -> None:
         """Raise ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
-        divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert", legal_axis=True)
+        divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert")
         divides("model.expert_ffn", self.ffn, grid.y * grid.x * grid.z, "y*x*z")
         if grid.expert > 1 and grid.y > 1:  # each device along `y` sends its part of the tokens
-            divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y", legal_axis=True)
+            divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y")
         if self.shared:
             divides("model.expert_ffn * model.shared_experts", self.ffn * self.shared, grid.y * grid.z, "y*z")
 

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES, Grid, typed_grid
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
-from axonn_jax.inference.sampling import Sampling
+from axonn_jax.inference.sampling import Sampling, check_sampling
 from axonn_jax.inference.slots import (
     NO_KEY,
     Continuation,
@@ -74,7 +74,7 @@ class Generator:
         limit: int | None = None,
         steps: int = STEPS,
     ):
-        if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
+        if integer("slots", slots, 1) % (replicas := typed_grid(grid).shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
         self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
         with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
@@ -121,7 +121,7 @@ class Generator:
 
         The stream has the slots from the first piece to the last, or until closed or unreferenced.
         """
-        sampling.check()
+        check_sampling(sampling)
         requests = [checked(request, self.shape.vocab, self.length) for request in requests]
         with self._use():
             return self._stream(requests, sampling, logs, until)

@@ -4,28 +4,23 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from axonn_jax.errors import UserError, integer
+from axonn_jax.errors import UserError
 from axonn_jax.inference.select import bisected, ordered
-from axonn_jax.options import Range
+from axonn_jax.options import CountOrZero, Density, Range, Seed, Settings, Share
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
 _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
-_RANGES = {
-    "temperature": Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True),
-    "top_p": Range("a number above 0 and at most 1", 0, 1, open_low=True),
-    "min_p": Range("a number from 0 to 1", 0, 1),
-    "repetition_penalty": Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST),
-}
+_Divisor = Annotated[float, Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST)]
+_Temperature = Annotated[float, Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True)]
 
 
 class SamplingForm(NamedTuple):
@@ -39,31 +34,23 @@ class SamplingForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Settings):
     """Sampling of the next token. The fields apply in their order, as in Hugging Face's `generate`."""
 
-    repetition_penalty: float = 1.0
-    """Divisor of positive scores, and factor on negative scores, of tokens in the text so far; 1: no penalty."""
-    temperature: float = 0.8
-    """Divisor of the scores; 0: always the likeliest token, the lowest id of equal ones."""
-    top_k: int = 50
-    """Number of likeliest tokens to draw from; 0: all."""
-    top_p: float = 1.0
-    """Total probability of the likeliest tokens to draw from; 1: all tokens."""
-    min_p: float = 0.0
-    """Least probability of a drawn token, as a share of the likeliest one's."""
-    seed: int = 0
-    """Seed of the draws; each prompt and sample has its own noise."""
+    table = "sampling"
 
-    def check(self) -> None:
-        """Raise ``UserError`` for a number out of range."""
-        integer("--top-k", self.top_k, 0)
-        integer("--seed", self.seed, 0, 2**32 - 1)
-        for name, limits in _RANGES.items():
-            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            if not isinstance(value, Real):
-                raise UserError(flag, value, "a number")
-            limits.check(flag, value)  # type: ignore[arg-type]
+    repetition_penalty: _Divisor = 1.0
+    """Divisor of positive scores, and factor on negative scores, of tokens in the text so far; 1: no penalty."""
+    temperature: _Temperature = 0.8
+    """Divisor of the scores; 0: always the likeliest token, the lowest id of equal ones."""
+    top_k: CountOrZero = 50
+    """Number of likeliest tokens to draw from; 0: all."""
+    top_p: Density = 1.0
+    """Total probability of the likeliest tokens to draw from; 1: all tokens."""
+    min_p: Share = 0.0
+    """Least probability of a drawn token, as a share of the likeliest one's."""
+    seed: Seed = 0
+    """Seed of the draws; each prompt and sample has its own noise."""
 
     @property
     def form(self) -> SamplingForm:
@@ -87,6 +74,12 @@ class Sampling:
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
         return np.asarray(jax.random.key_data(key))
+
+
+def check_sampling(sampling: object) -> None:
+    """Raise ``UserError`` for what is no `Sampling`."""
+    if not isinstance(sampling, Sampling):
+        raise UserError("sampling", sampling, "an ax.Sampling")
 
 
 def choose(

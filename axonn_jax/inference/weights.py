@@ -193,7 +193,7 @@ def of_run(
     shape = shape or shape_of(run, "RUN_DIR")
     on_grid(shape, grid.shape)
     pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
-    checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "checkpoint")
+    checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "RUN_DIR")
     stored = adapters_in(checkpoint, "RUN_DIR") if checkpoint else None
     if base and not stored:
         raise UserError("base", str(base), f"left out, as {run} is a whole model")

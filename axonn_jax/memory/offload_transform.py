@@ -1,18 +1,20 @@
 """The optax transformation that keeps another one's state in host memory, for training loops of their own."""
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 from axonn_jax.memory.buckets import Leaf, plan_buckets
 from axonn_jax.memory.host_arrays import HOST, stream, transferred
 from axonn_jax.memory.optimizer_state import state_layout
-from axonn_jax.memory.optimizer_traits import check_offload
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type
 
 
 def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:
@@ -28,8 +30,12 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         bucket: Elements of a bucket at most; a larger parameter is a bucket of its own.
 
     Raises:
-        UserError: The optimizer looks at all parameters together, or a call is inside a transformation of jax's.
+        UserError: The optimizer looks at all parameters together; a call is inside a transformation of jax's, or gets
+            other parameters than the one before.
     """
+    _check_outside({})
+    integer("bucket", bucket, 1)
+    check_optimizer_type(optimizer)
     check_offload(optimizer, "axonn_jax.offload", {})
 
     @partial(jax.jit, donate_argnums=1)
@@ -39,6 +45,9 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
 
     def init(params: Any) -> dict[tuple[str, ...], Any]:
         flat = _flat(params)
+        for name, leaf in flat.items():
+            if not isinstance(leaf, jax.Array):
+                raise UserError(f"params{name}", type(leaf).__name__, "an array of jax")
         leaves = [Leaf(name, leaf.size, ()) for name, leaf in flat.items()]
         groups = {}
         for names in plan_buckets(leaves, bucket):
@@ -52,6 +61,12 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         flat, weights = _flat(grads), None if params is None else _flat(params)
+        for given, names in (
+            ("state", {*chain(*state)} if isinstance(state, dict) else set()),
+            ("params", {*(weights or flat)}),
+        ):
+            if names != flat.keys():
+                raise UserError("axonn_jax.offload", f"{given} of other parameters", "those of the gradients in update")
         groups, states = list(state), list(state.values())
         updates: dict[str, jax.Array] = {}
 
@@ -71,6 +86,11 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
 
 def _flat(tree: Any) -> dict[str, Any]:
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in flat.values()):
-        raise UserError("axonn_jax.offload", "a call inside jax.jit", "calls of init and update outside of it")
+    _check_outside(flat)
     return flat
+
+
+def _check_outside(values: dict[str, Any]) -> None:
+    """Raise ``UserError`` for values of a transformation of jax's, and inside jax.jit, where new arrays are traced."""
+    if any(isinstance(value, jax.core.Tracer) for value in (*values.values(), jnp.zeros(()))):
+        raise UserError("axonn_jax.offload", "a call inside jax.jit", "offload, init and update outside of it")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 from typing import Annotated
 
 from axonn_jax.errors import UserError
@@ -191,15 +191,19 @@ class ModelShape(Settings):
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raise ``UserError`` unless every parameter and activation of the model divides over the grid."""
         x, y, z = grid.x, grid.y, grid.z
-        divides("model.hidden", self.hidden, x * z, "x*z")
-        divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", legal_axis=True)
-        divides("model.heads", self.heads, y, "y", axis="grid.y", legal_axis=True)
-        divides("heads * head_dim (model.hidden)", self.heads * self.head_dim, y * z, "y*z")
-        divides("model.ffn", self.ffn, y * z, "y*z")
+        attended, experts = self.heads * self.head_dim, self.expert_ffn if self.experts else 0
+        over_y, over_yz = gcd(self.kv_heads, self.ffn, experts), gcd(attended, self.ffn, experts)
+        over_z = gcd(over_yz, self.seq_len if self.positions == "learned" else 0)
+        over_xz = gcd(self.hidden, experts, over_z if z > 1 else 0)
+        divides("model.hidden", self.hidden, x * z, "x*z", axis="x*z", whole=over_xz)
+        divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", whole=over_y)
+        divides("model.heads", self.heads, y, "y", axis="grid.y", whole=over_y)
+        divides("heads * head_dim (model.hidden)", attended, y * z, "y*z", axis="y*z", whole=over_yz)
+        divides("model.ffn", self.ffn, y * z, "y*z", axis="y*z", whole=over_yz)
         if self.positions == "learned":
             divides("model.seq_len", self.seq_len, z, "z")
         if sequence_split:
-            divides("model.seq_len", self.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
+            divides("model.seq_len", self.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y")
         if self.moe is not None:
             self.moe.check_grid(grid, self.seq_len)
         elif grid.expert > 1:

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
-from axonn_jax.errors import UserError
-from axonn_jax.grid import Grid
+from axonn_jax.errors import UserError, integer, refused
+from axonn_jax.grid import Grid, typed_grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
@@ -190,11 +190,16 @@ def tracked(
         resumed: Step that the run goes on after, as `Trainer.load` returns it; 0: a new run.
 
     Raises:
-        UserError: A tracker does not start.
+        UserError: A tracker does not start, or the directory cannot be written.
     """
+    typed_grid(grid)
+    integer("resumed", resumed, 0)
+    if not isinstance(directory, str | Path):
+        raise UserError("directory", directory, "the path of a run directory")
     if grid.rank:
         return Trackers([], RunFacts(Path(directory), ""), {}, say)
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    with refused("directory", directory, "a directory that can be written"):
+        Path(directory).mkdir(parents=True, exist_ok=True)
     run, told = known_run(Path(directory), config, resumed)
     asked = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
     asked += [RunTracker("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]

@@ -1,7 +1,8 @@
 """Trackers of services: Weights & Biases and MLflow, each by its own library and its variables."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from axonn_jax.tracking.tracker import RunFacts, Value
 
 _PARAMS = 100
 """Settings that MLflow takes in a request."""
+_WAIT_S = 30.0
+"""Time for W&B's first answer; by itself it waits for 90 s."""
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""MLflow's variables for a first request; by themselves a server that is not there takes minutes."""
 
 
 class WandbTracker:
@@ -30,6 +35,7 @@ class WandbTracker:
         """Begin the run, or go on with the one of this id; raise ``UserError`` without an account."""
         import wandb
 
+        patience: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _WAIT_S}
         try:
             self._run = wandb.init(
                 project=self._project,
@@ -39,7 +45,7 @@ class WandbTracker:
                 config=dict(run.config),
                 resume="allow",
                 # The log and the display of progress are the run's own.
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(console="off", silent=True, **patience),
             )
         except wandb.errors.UsageError as error:
             accepted = f"an account (`wandb login`), or WANDB_MODE=offline; {str(error).splitlines()[0]}"
@@ -66,7 +72,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Run of an MLflow experiment, on the server or in the folder of `MLFLOW_TRACKING_URI`.
+    """Run of an MLflow experiment at `MLFLOW_TRACKING_URI`: a server, or a database as `sqlite:///mlflow.db`.
 
     Args:
         experiment: Name of the experiment, which is made where it is not there.
@@ -82,7 +88,8 @@ class MlflowTracker:
 
         self._client: Any = MlflowClient()
         self._remote = str(self._client.tracking_uri).startswith("http")
-        known = self._client.get_experiment_by_name(self._experiment)
+        with _impatient():
+            known = self._client.get_experiment_by_name(self._experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
         tag = "axonn_jax.run"
         if found := self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'") if run.resumed else []:
@@ -120,3 +127,15 @@ class MlflowTracker:
 
         mlflow.flush_async_logging()
         self._client.set_terminated(self._id, "FINISHED" if not status else "KILLED" if status > 128 else "FAILED")
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """Let MLflow give up soon, where the user's variables do not say when; later requests are worth their waits."""
+    own = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]

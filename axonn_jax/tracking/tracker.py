@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_line
 
 Value = float | str | Path | list[dict[str, Any]]
 """A number, a text, a picture (the path of a PNG) or a table (rows of texts and numbers by column)."""
@@ -76,7 +76,7 @@ class Trackers:
             except UserError:
                 raise
             except Exception as error:  # of a library's, or a stranger's code
-                raise UserError(each.field, each.value, f"a tracker that starts; {_first_line(error)}") from error
+                raise UserError(each.field, each.value, f"a tracker that starts; {first_line(error)}") from error
 
     def log(self, step: int, /, **values: Value) -> None:
         """Record values of a step, by name."""
@@ -113,7 +113,7 @@ class Trackers:
                 call(each.tracker)
             except Exception as error:  # of a library's, or a stranger's code: no reason to end a run
                 self._asked.remove(each)
-                self._say(f"warning: {each.field} = {each.value!r}: {_first_line(error)}; nothing more is sent there")
+                self._say(f"warning: {each.field} = {each.value!r}: {first_line(error)}; nothing more is sent there")
 
 
 def own_tracker(name: str) -> Tracker:
@@ -130,11 +130,7 @@ def own_tracker(name: str) -> Tracker:
     try:
         made: Any = getattr(importlib.import_module(module), path)()
     except Exception as error:  # of a stranger's code
-        raise UserError("log.tracker", name, f"{accepted}; {_first_line(error)}") from error
+        raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
     if missing := [each for each in ("start", "log", "finish") if not callable(getattr(made, each, None))]:
         raise UserError("log.tracker", name, f"{accepted}; it has no {missing[0]}")
     return made  # type: ignore[no-any-return]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

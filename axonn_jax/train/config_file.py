@@ -166,6 +166,8 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
         everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
         same = [name for name in everywhere if name.endswith(f".{table}")]
         hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(table, everywhere)
+        if table in tables():
+            hint = f"; its keys are {_listed(f'{table}.{k}' for k in tables()[table])}"
         raise UserError(dotted, value, f"not a known flag, which are --table.key{hint}")
     if table not in tables():
         raise UserError(

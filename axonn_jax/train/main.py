@@ -13,7 +13,7 @@ from flax import nnx
 from axonn_jax import compat
 from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
-from axonn_jax.backend.traits import fused_attention_expected
+from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
 from axonn_jax.channels import choose
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
@@ -24,6 +24,7 @@ from axonn_jax.documents import Held, held, in_sight, made
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import precisions
+from axonn_jax.memory.report import unused
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
@@ -36,6 +37,9 @@ from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer
 from axonn_jax.train.validate import corpora_of, residual_comm_of
+
+_OVER = 1.5
+"""Memory of a virtual device over the planner's prediction: 1.27 to 1.40 for 8 to 32 of them on two cores, growing."""
 
 
 def train(config: Config, report: Callable[[BaseException], int]) -> int:
@@ -56,6 +60,8 @@ def train(config: Config, report: Callable[[BaseException], int]) -> int:
 def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     shape = config.model.shape()
     comm = residual_comm_of(config, shape)
+    if world.size == 1 and computes_on_cores(jax.default_backend()):
+        check_room(config, shape, unused(grid.mesh, 1))
     data = corpora_of(config.data)
     for corpus in data.all if config.data.verify else ():
         with corpus.named():
@@ -102,6 +108,31 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
     trainer.close()
     return status
+
+
+def check_room(config: Config, shape: ModelShape, free: int) -> None:
+    """Raise ``UserError`` where virtual devices, more than cores, are predicted to take more than `free` bytes each."""
+    if config.grid.devices <= (os.cpu_count() or 1) or not free:
+        return
+    from axonn_jax.planner.machines.machine_file import load_machine
+    from axonn_jax.planner.memory_model import MemoryModel
+    from axonn_jax.planner.request import Candidate, PlanRequest
+
+    train, memory = config.train, config.memory
+    request = PlanRequest(
+        shape, load_machine("laptop"), train.global_batch, "fp32",
+        density=config.prune.density, moe=config.moe, sequence_split=memory.sequence_parallel,
+        residual_comm=config.tensor.residual_comm,
+    )  # fmt: skip
+    candidate = Candidate(
+        config.grid, train.microbatches, memory.activations, config.pipeline.virtual_stages,
+        memory.offload != "none", memory.zero, memory.reshard_after,
+    )  # fmt: skip
+    need, devices = MemoryModel(request).memory(candidate).total * _OVER, config.grid.devices
+    if need > free:
+        takes = f"{devices} virtual ones take up to {devices * need / 1e9:,.0f} GB of this machine's memory"
+        accepted = f"fewer devices: {takes}, of which {devices * free / 1e9:,.1f} are free"
+        raise UserError("grid", config.grid, f"{accepted}; `axonn-jax plan` needs no devices")
 
 
 def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:

@@ -12,15 +12,17 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
-from axonn_jax.errors import UserError
-from axonn_jax.grid import Grid
+from axonn_jax.errors import UserError, integer
+from axonn_jax.grid import Grid, typed_grid
+from axonn_jax.options import Settings
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.modules.job import loss_job
+from axonn_jax.train.modules.apart import fitting
+from axonn_jax.train.modules.job import check_loss, loss_job
 from axonn_jax.train.modules.numbers import is_total
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.optimizer import averaging
@@ -102,11 +104,14 @@ class Trainer:
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
-        if not isinstance(grid, Grid):
-            raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
-        if not 0 <= ema < 1:
-            raise UserError("ema", ema, "a decay of at least 0 and below 1, as 0.999")
-        train = TrainConfig(ema=ema, clip=clip)
+        typed_grid(grid)
+        tables: dict[type[Settings], object] = {
+            MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune
+        }  # fmt: skip
+        for kind, table in tables.items():
+            if not isinstance(table, kind):
+                raise UserError(kind.table, table, f"an ax.{kind.__name__}")
+        train = TrainConfig(ema=ema, clip=clip, seed=seed)
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
@@ -177,11 +182,12 @@ class Trainer:
             the call waits for the step before the last only (`in_flight`).
 
         Raises:
-            UserError: The batch has another form, or in a run of one process no targets.
+            UserError: The batch has another form, or one that `loss` does not take; in a run of one process no targets.
         """
         batch = self.engine.batches.read(batch, counts=True)
         self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
-        metrics = self.engine.step(batch)
+        with fitting(batch):
+            metrics = self.engine.step(batch)
         self._pruning.at(self.engine.steps_done)
         return metrics
 
@@ -203,13 +209,17 @@ class Trainer:
         """
         if (loss is not None or aux) and self._numbers is None:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
+        if loss is not None:
+            check_loss(loss)
         self._pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         with self._averaged():
             for batch in map(shaped.read, batches):
                 rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
                 filled = shaped.filled(batch, rows)
-                given = (*self.engine.mean_loss(filled), {}) if self._numbers is None else self._numbers(filled, loss)
+                with fitting(batch):
+                    own = self._numbers
+                    given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
                 results.append(bounded(given))
         counts = [float(count) for _, count, _ in results]
         if not any(counts):
@@ -252,6 +262,7 @@ class Trainer:
             OSError: The checkpoint cannot be written, or the state is not finite; the text has the reason.
         """
         self._pruning.check_masks()
+        integer("step", step, 0)
         return save_as(self.engine, Path(directory), step)
 
     @_on_own_mesh

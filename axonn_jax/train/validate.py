@@ -13,7 +13,7 @@ from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.corpora import Corpora
-from axonn_jax.data.manifest import TOKENIZER
+from axonn_jax.data.manifest import MANIFEST, TOKENIZER
 from axonn_jax.documents import look_at
 from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm
@@ -279,8 +279,16 @@ def _check_log(log: LogConfig) -> LogConfig:
     if not existing.is_dir():
         what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
         raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
-    if is_pretrained(existing) and existing == Path(path):
-        raise UserError("log.dir", log.dir, "a directory of its own; a model is in this one")
+    if existing == Path(path) and not (existing / "checkpoints").is_dir():
+        there = (
+            "a model"
+            if is_pretrained(existing)
+            else "prepared data, or a checkpoint,"
+            if (existing / MANIFEST).is_file()
+            else ""
+        )
+        if there:
+            raise UserError("log.dir", log.dir, f"a directory of its own; {there} is in this one")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
     return replace(log, dir=path)

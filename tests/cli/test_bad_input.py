@@ -46,9 +46,10 @@ KEYS = [
     ),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),
+    ("grid.tp", "2", "2", "not a known key; did you mean 'y'?"),
     ("grid.x", "0", "0", "an integer of at least 1"),
-    ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; nearest: 30 or 33"),
-    ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4"),
+    ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; or x*z one of 1, 2, 4, 8, 16, 32"),
+    ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; or grid.y one of 1, 2, 4"),
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("grid.pipe", "0", "0", "an integer of at least 1"),
     ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 segments"),
@@ -91,6 +92,7 @@ KEYS = [
     ("checkpoint.resume", '"newest"', "'newest'", "auto, never, or the directory of a checkpoint"),
     ("checkpoint.weights", '"nowhere"', "'nowhere'", "the directory of a checkpoint (step_N) or of a run"),
     ("log.dir", '""', "''", "a directory that can be written"),
+    ("log.dir", '"DATA"', None, "a directory of its own; prepared data, or a checkpoint, is in this one"),
     ("log.dir", '"run.toml"', "'run.toml'", "a directory that can be written; is not a directory"),
     ("log.dir", '"run.toml/deeper"', "'run.toml/deeper'", "run.toml is not a directory"),
 ]
@@ -108,7 +110,14 @@ WITH = {
 }
 
 
-TYPED = {"train.stepz": "5", "train.lr": "-1e-3", "data.path": '""', "grid.x": "3", "pipeline.split": '"6,0"'}
+TYPED = {
+    "train.stepz": "5",
+    "grid.tp": "2",
+    "train.lr": "-1e-3",
+    "data.path": '""',
+    "grid.x": "3",
+    "pipeline.split": '"6,0"',
+}
 """Those of `KEYS` that are tried as flags too, which are read as the file's values."""
 
 
@@ -203,6 +212,11 @@ COMMANDS = {
         ["prepare", "none", "out", "--vocab", "300"],
         ["SOURCE = 'none': an existing folder or file"],
     ),
+    "prepare: a variable that is not set": (
+        ["prepare", "", "out", "--vocab", "300"],
+        ["SOURCE = '': a path; this text is empty"],
+    ),
+    "inspect: a variable that is not set": (["inspect", ""], ["RUN_DIR = '': a path; this text is empty"]),
     "prepare: unknown flag": (
         ["prepare", ".", "out", "--vocap", "300"],
         ["--vocap = '300'", "did you mean '--vocab'?"],
@@ -213,6 +227,15 @@ COMMANDS = {
     "prepare: holdout": (["prepare", ".", "out", "--vocab", "300", "--holdout", "2"], ["--holdout = 2.0: a share"]),
     "prepare: holdout a word": (["prepare", ".", "out", "--vocab=300", "--holdout=x"], ["--holdout = 'x': a number"]),
     "prepare: one more": (["prepare", ".", "out", "more", "--vocab", "300"], ["argument = 'more': not taken by"]),
+    "a table as a flag": (
+        ["train", "run.toml", "--grid", "2"],
+        ["grid = 2: not a known flag, which are --table.key; its keys are grid.pipe, grid.data,"],
+    ),
+    "processes of train": (["train", "run.toml", "-n", "4"], ["-n = 'behind train': a flag of `axonn-jax launch`"]),
+    "plan: no configuration": (
+        ["plan", "--model", "none.toml", "--machine", "laptop", "--devices", "2"],
+        ["--model = 'none.toml': a configuration (.toml), the directory of a run"],
+    ),
     "prune: nothing given": (["prune"], ["RUN_DIR, OUT_DIR = (not given): required"]),
     "prune: no run": (["prune", "none", "out"], ["RUN_DIR = 'none': a directory left by `axonn-jax train`"]),
     "prune: all kept": (["prune", "none", "out", "--density", "1"], ["--density = 1.0: a number above 0 and below 1"]),
@@ -287,7 +310,7 @@ sys.exit(f"imported {loaded}" if loaded else status)
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4\n"),
+        (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; or grid.y one of 1, 2, 4\n"),
         (["--train.stepz", "5"], "error: train.stepz = 5: not a known key; did you mean 'steps'?\n"),
         (
             ["--grid.pipe", "2", "--pipeline.split", "9,9"],

@@ -137,6 +137,11 @@ def test_an_exception_that_is_only_called_error_is_named_with_its_module(monkeyp
 def test_only_what_is_close_is_suggested():
     assert nearest("gpt_oss", FAMILIES) == ""
     assert nearest("gtp2", FAMILIES) == "; did you mean 'gpt2'?"
+    flags = ["--grid.y", "--grid.data", "--top", "--machine"]
+    assert nearest("--grid.foo", flags) == ""  # what is shared is no sign
+    assert nearest("--grid.dat", flags) == "; did you mean '--grid.data'?"
+    assert nearest("--step", ["--merge", "--help"]) == ""
+    assert nearest("--gird.data", flags) == "; did you mean '--grid.data'?"
 
 
 def test_traceback_on_request(monkeypatch, capsys):

@@ -1,7 +1,15 @@
 """Flags for which there is no grid: the message names the flag that is wrong, and what it may be."""
 
+import re
+
 import pytest
 from commands import PLAN, answer
+from launched import AXONN, finished, write_config
+
+from axonn_jax.errors import UserError
+from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.train.main import check_room
+from axonn_jax.train.validate import check
 
 WRONG = [
     (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),
@@ -20,6 +28,8 @@ WRONG = [
         ["--memory.reshard_after", "backward", "--pipeline.virtual_stages", "2"],
         "--memory.reshard_after = 'backward': auto or forward",
     ),
+    (["--grid.tp", "2"], "--grid.tp = '2': not a flag of axonn-jax plan; did you mean '--grid.y'?"),
+    (["--grid.foo", "2"], "which has --grid.pipe, --grid.data, --grid.expert, --grid.z, --grid.y, --grid.x\n"),
     (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
 ]
 
@@ -50,3 +60,37 @@ def test_one_grid_is_not_said_as_many(capsys):
     ]
     assert "1 grid" in counts
     assert "1 grids" not in counts
+
+
+def test_virtual_devices_beyond_the_machines_memory_end_in_a_line(tmp_path, prepared):
+    large = ["--model.hidden", "4096", "--model.heads", "64", "--train.global_batch", "65536", "--grid.x", "128"]
+    config = write_config(tmp_path / "c.toml", prepared)
+    done = finished([*AXONN, "train", config, "--log.dir", tmp_path / "run", *large])
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(
+        r"grid = .* x 128: fewer devices: 128 virtual ones take up to [\d,]+ GB of this machine's memory", line
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--grid.x 32",
+        "--grid.pipe 2 --grid.x 32",
+        "--grid.z 32 --memory.offload optimizer",
+        "--grid.data 16 --grid.y 4 --memory.zero 1",
+        "--grid.x 32 --prune.density 0.5",
+        "--grid.x 32 --model.experts 4 --memory.precision bf16",
+    ],
+)
+def test_memory_of_virtual_devices_is_known_whatever_is_trained(tmp_path, prepared, monkeypatch, words):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    flags = split_argv([*words.split(), "--train.global_batch", "128"])[1]
+    config = check(read(write_config(tmp_path / "c.toml", prepared, layers=2), flags))
+    shape = config.model.shape()
+    check_room(config, shape, 1 << 40)
+    check_room(config, shape, 0)  # unknown
+    with pytest.raises(UserError, match=f"fewer devices: {config.grid.devices} virtual ones take up to"):
+        check_room(config, shape, 1000)

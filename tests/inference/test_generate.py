@@ -1,6 +1,7 @@
 """A short run leaves weights that `axonn-jax generate` continues a prompt with."""
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -99,3 +100,10 @@ def test_the_likeliest_token_is_the_models(trained):
 def test_bad_input_is_one_line(words, message, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     assert refusal(capsys, "generate", *words).startswith(f"error: {message}")
+
+
+def test_a_run_without_a_checkpoint_is_named(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "runs/tiny", "run", ignore=shutil.ignore_patterns("checkpoints"))
+    line = refusal(capsys, "generate", "run", "--prompt", "x")
+    assert line.startswith("error: RUN_DIR = 'run': a step_N, or a run directory whose checkpoints/ holds a complete")

@@ -169,12 +169,13 @@ CALLS = {
     "prompt = -4: token ids below model.vocab = 97": lambda g: g.generate([[1, -4]], tokens=5),
     "tokens = 5.0: an integer of at least 1": lambda g: g.generate([[1]], tokens=5.0),
     "tokens = None: an integer": lambda g: g.generate([[1]], tokens=None),
-    "--top-k = 2.5: an integer of at least 0": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(top_k=2.5)),
-    "--seed = 1.0: an integer": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(seed=1.0)),
-    "--top-p = None: a number": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(top_p=None)),
+    "sampling.top_k = 2.5: an integer from 0": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(top_k=2.5)),
+    "sampling.seed = 1.0: an integer": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(seed=1.0)),
+    "sampling.top_p = None: a number": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(top_p=None)),
+    "sampling = 0.7: an ax.Sampling": lambda g: g.generate([[1]], tokens=5, sampling=0.7),
     r"request = \[1, 2\]: a Request": lambda g: g.stream([[1, 2]]),
     "sample = -1: an integer of at least 0": lambda g: g.stream([Request((1,), 5, -1)]),
-    "--top-p = 7: a number above 0": lambda g: g.stream([Request((1,), 5)], Sampling(top_p=7)),
+    "sampling.top_p = 7: a number above 0": lambda g: g.stream([Request((1,), 5)], Sampling(top_p=7)),
     "text = 500: token ids below": lambda g: g.score([[1, 500, 3]]),
     "text = -4: token ids below": lambda g: g.score([[1, -4, 2]]),
     "text = 'ab': a list of token ids": lambda g: g.score(["ab"]),
@@ -204,6 +205,11 @@ def test_a_call_that_cannot_be_is_refused_when_it_is_made(generator, says):
 def test_a_generator_that_cannot_be(made, says, options):
     with pytest.raises(UserError, match=says):
         ax.Generator(made, grids.lay(GridShape()), **options)
+
+
+def test_a_generator_without_a_grid(made):
+    with pytest.raises(UserError, match=r"grid = 'NoneType': a grid, as ax\.init returns one"):
+        ax.Generator(made, None)
 
 
 def test_another_model_and_loki_without_components(made):

@@ -100,6 +100,8 @@ def test_explicit_arguments_win_over_everything():
     ("told", "field"),
     [
         (("node1:1234", 0, 0), "num_processes"),
+        (("node1:1234", "2", 0), "num_processes = '2': an integer"),
+        (("node1:1234", 2, -1), "process_id = -1: an integer of at least 0"),
         (("node1:1234", 2, 2), "process_id"),
         (("node1", 2, 0), "coordinator"),
     ],

@@ -7,6 +7,7 @@ import pytest
 from launched import AXONN, finished
 
 CONFIG = '[model]\nlayers = 1\nhidden = 8\nheads = 1\nseq_len = 8\n[data]\npath = "none"\n[log]\ndir = "run"\n'
+CONFIG += "[grid]\ndata = 2\n"
 VERSIONS = {"Open MPI": "mpirun (Open MPI) 5.0.11", "Hydra": "HYDRA build details:\\n    Version: 5.0.0"}
 MEET = "2 processes on 1 host(s), by MPI: x; 2 x cpu (cpu); grid pipe 1 x data 2"
 

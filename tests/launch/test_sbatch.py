@@ -56,6 +56,7 @@ def test_the_file_starts_a_step_and_a_requeued_job_goes_on_whatever_the_configur
     [
         ("-n 4 --sbatch job.sh --nodes 3 c.toml", "--nodes = 3: a divisor of the 4 processes of -n"),
         ("-n 3 --sbatch job.sh c.toml", "-n = 3: a divisor of the grid's 4 devices"),
+        ("-n 3 c.toml", "-n = 3: a divisor of the grid's 4 devices"),
         ("--sbatch job.sh --time 4h c.toml", "--time = '4h': [DAYS-]HOURS:MINUTES:SECONDS, five minutes at least"),
         ("--sbatch job.sh --time 0:04:59 c.toml", "--time = '0:04:59': "),
         ("--sbatch c.toml c.toml", "--sbatch = 'c.toml': a file that can be made; File exists"),

@@ -140,3 +140,11 @@ def test_devices_of_one_process_reduce_and_scatter_at_once():
     text = jax.jit(mapped).lower(jnp.ones((2, 8))).compile().as_text()
     assert "reduce-scatter" in text
     assert "all-to-all" not in text
+
+
+@pytest.mark.parametrize("platform", ["nothing", "cpu,nothing"])
+def test_a_platform_that_jax_does_not_know_is_one_line(platform):
+    done = finished(words(""), JAX_PLATFORMS=platform)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"refused: JAX_PLATFORMS = '{platform}': cpu, or another platform that")
+    assert done.stderr.count("\n") == 1

@@ -221,5 +221,23 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(ax.UserError, match="clip_by_global_norm"):
         ax.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
     wrapped = ax.offload(optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(ax.UserError, match=r"inside jax.jit.*outside of it"):
-        jax.jit(wrapped.init)(tree())
+    state = wrapped.init(tree())
+    for call in (
+        wrapped.init,
+        lambda params: ax.offload(optax.sgd(0.1)).init(params),
+        lambda _: wrapped.init(tree()),
+        lambda _: wrapped.update(tree(), state, tree()),
+        lambda params: wrapped.update(params, state, params),
+    ):
+        with pytest.raises(ax.UserError, match=r"inside jax.jit.*outside of it"):
+            jax.jit(call)(tree())
+    other = {"other": jnp.ones(3)}
+    for says, call in {
+        "state of other parameters": lambda: wrapped.update(other, state, other),
+        "params of other parameters": lambda: wrapped.update(tree(), state, other),
+        "optimizer = 'function': an optax transformation": lambda: ax.offload(optax.adam),
+        "bucket = 0: an integer of at least 1": lambda: ax.offload(optax.sgd(0.1), bucket=0),
+        r"params\['a'\] = 'ndarray': an array of jax": lambda: wrapped.init({"a": np.ones(3)}),
+    }.items():
+        with pytest.raises(ax.UserError, match=says):
+            call()

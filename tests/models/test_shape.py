@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
 from axonn_jax.models import Transformer, preset, preset_names
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.ops.costs import forward_flops, parameters
@@ -121,6 +122,15 @@ def test_flops_equal_counting_the_traced_program(model):
     declared = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in describe_alone(shape))
     assert forward == 3 * declared
     assert step == shape.step_flops(3)
+
+
+@pytest.mark.parametrize("axis", ["z", "y", "x"])
+@pytest.mark.parametrize("shape", [*grids.MODELS.values(), grids.SPARSE, replace(grids.GPT, ffn=44)])
+def test_sizes_of_an_axis_that_an_error_names_are_accepted(shape, axis):
+    with pytest.raises(UserError, match="; or ") as error:
+        shape.check_grid(GridShape(**{axis: 31}))
+    for size in str(error.value).rpartition(" one of ")[2].split(", "):
+        shape.check_grid(GridShape(**{axis: int(size)}))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Mistakes with `Trainer(loss=)`: one line each, that names the field, the value and what is accepted."""
 
+import linecache
 import re
 
 import any_models as models
@@ -53,6 +54,12 @@ MADE = {
     "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
     "no loss": (lambda: made(model=net(), loss=None), "^model = Linear: a Transformer or .* trains with loss="),
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
+    "ema a word": (lambda: made(ema="x"), "^train.ema = x: a number of at least 0 and below 1"),
+    "ema 1": (lambda: made(ema=1), "^train.ema = 1: a number of at least 0 and below 1"),
+    "a seed below 0": (lambda: made(seed=-1), "^train.seed = -1: an integer from 0"),
+    "a table as in TOML": (lambda: made(memory={"zero": 1}), "^memory = .*: an ax.MemoryConfig"),
+    "no table": (lambda: made(prune=None), "^prune = None: an ax.PruneConfig"),
+    "wrt a number": (lambda: made(wrt=5), "^wrt = 5: a filter of Flax"),
     "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
     "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
     "pruning without kernels": (
@@ -85,6 +92,20 @@ STEPS = {
 }
 
 
+LABELLED = {"x": ROWS, "label": np.arange(8) % 4}
+UNFIT = {
+    "another width": (LABELLED | {"x": ROWS[:, :5]}, r"x\] float32\[8, 5\].* raises TypeError: .*\(5,\) and \(6,\)"),
+    "no labels": ({"x": ROWS}, r"^batch = \[x\] float32\[8, 6\]: .* raises KeyError: label$"),
+    "labels of floats": (LABELLED | {"label": ROWS[:, 0]}, r"\[label\] float32\[8\], .* raises TypeError: .*integer"),
+    "labels of words": (LABELLED | {"label": np.ones((8, 3), int)}, r"\[label\] int32\[8, 3\], .* raises ValueError: "),
+    "a list": ([ROWS, LABELLED["label"]], r"^batch = \[0\] float32\[8, 6\], \[1\] int32\[8\]: .* raises TypeError: "),
+}
+
+
+def labelled_loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["label"]).mean()
+
+
 def refused(call, pattern):
     """Assert that a call is refused in one line, which the pattern describes without its quotes."""
     with pytest.raises(ax.UserError) as error:
@@ -92,6 +113,7 @@ def refused(call, pattern):
     line = str(error.value)
     assert "\n" not in line
     assert re.search(pattern, re.sub("""['"]""", "", line)), line
+    return error.value
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -105,6 +127,46 @@ def test_a_step_that_cannot_be(name):
     trainer = made(**options)
     refused(lambda: trainer.step(batch), pattern)
     assert trainer.engine.steps_done == 0
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("axes", [GridShape(), GridShape(data=2, x=2)], ids=str)
+def test_a_batch_that_the_loss_does_not_take_is_named_with_the_line(name, axes):
+    batch, pattern = UNFIT[name]
+    trainer = made(axes, loss=labelled_loss)
+    at = f"test_loss_mistakes.py, line {labelled_loss.__code__.co_firstlineno + 1}, raises"
+    for call in (lambda: trainer.step(batch), lambda: trainer.evaluate([batch])):
+        error = refused(call, pattern)
+        assert at in str(error)
+        assert isinstance(error.__cause__, (TypeError, ValueError, KeyError))
+    assert np.isfinite(float(trainer.step(LABELLED)["loss"]))
+
+
+def test_a_batch_that_a_linen_loss_does_not_take_is_named_with_the_line():
+    grid, module = grids.lay(GridShape(data=2, x=2)), Module()
+
+    def loss(params, batch):
+        return jnp.mean(module.apply(params, batch))
+
+    loss, params = ax.parallelize_linen(loss, module.init(jax.random.key(0), ROWS), grid, ROWS)
+    trainer = ax.Trainer(params, optax.sgd(0.1), grid, loss=loss)
+    error = refused(lambda: trainer.step(ROWS[:, :5]), r"^batch = float32\[8, 5\]: ")
+    line = re.search(r"test_loss_mistakes\.py, line (\d+), raises", str(error))[1]
+    assert linecache.getline(__file__, int(line)).strip() == "return linen.Dense(2)(x)"
+
+
+def test_other_calls_of_a_trainer_that_cannot_be():
+    trainer = made()
+    refused(lambda: trainer.save("nowhere", "1"), "^step = 1: an integer of at least 0")
+    refused(lambda: trainer.evaluate([ROWS], loss="mse"), "^loss = str: a function of")
+    refused(lambda: trainer.evaluate([ROWS], loss=lambda model: 0.0), r"^loss = a function of \(model\): ")
+
+
+def test_other_faults_of_a_loss_stay_its_own():
+    with pytest.raises(ZeroDivisionError):
+        made(loss=lambda model, batch: mean_loss(model, batch) + 1 / 0).step(ROWS)
+    with pytest.raises(AttributeError, match="nothing"):
+        made(loss=lambda model, batch: batch.nothing).step(ROWS)
 
 
 class Convolved(nnx.Module):

@@ -92,7 +92,7 @@ def test_vs_gspmd_as_json(bench):
     [
         ("collectives --model gpt-5c", ["model.preset = 'gpt-5c'", "gpt-5b"]),
         ("collectives --devices 6 --grid.x 4", ["--devices = 6", "multiple", "4"]),
-        ("collectives --grid.x 3", ["model.hidden = 2048", "nearest"]),
+        ("collectives --grid.x 3", ["model.hidden = 2048", "or x*z one of 1, 2, 4"]),
         ("collectives --grid.pipe 2", ["grid.pipe = 2"]),
         ("collectives --batch 3 --grid.data 2", ["train.global_batch = 3"]),
         ("vs_gspmd --grids d2z2", ["--grids = 'd2z2'", "d2z2y1x1"]),

@@ -43,7 +43,7 @@ def test_mistakes_are_one_line():
             "loss = \"a sharding constraint P('model',) on a mesh of {'model': 2}\": none, or one on the grid's mesh",
         ),
         (run(grid=grids.lay(GridShape(2, 1, 1, 2, 1))), "grid.pipe = 2: 1 for parallelize_linen"),
-        (run(grid=grid.mesh), "grid = 'Mesh': a Grid"),
+        (run(grid=grid.mesh), "grid = 'Mesh': a grid"),
         (run(overrides={"params.layer_0": "x"}), "did you mean 'params.layers_0'?"),
     ]
     for call, line in cases:

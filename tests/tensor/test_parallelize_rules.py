@@ -171,7 +171,15 @@ def test_refusals_are_one_line():
         (lambda: ax.parallelize(Linen(), grid), "model = 'Linen': a flax.nnx.Module; a Linen model is paral"),
         (lambda: ax.parallelize({"w": 1}, grid), "model = 'dict': an instance of a flax.nnx.Module"),
         (lambda: ax.parallelize(model, staged), "grid.pipe = 2: 1 for parallelize"),
-        (lambda: ax.parallelize(model, grid.mesh), "grid = 'Mesh': a Grid"),
+        (lambda: ax.parallelize(model, grid.mesh), "grid = 'Mesh': a grid, as ax.init returns one"),
+        (
+            lambda: ax.parallelize(model, grid, call=np.ones((2, 4))),
+            "call = 'ndarray': a call of the model, as lambda m:",
+        ),
+        (
+            lambda: ax.parallelize(model, grid, call=lambda model: model(np.ones((2, 3)))),
+            "",
+        ),
         (lambda: ax.parallelize(ax.parallelize(model, grid), grid), "a model that is not parallelized already"),
         (
             lambda: ax.parallelize(nnx.Sequential(model), grid, overrides={"layer.0": "x"}),

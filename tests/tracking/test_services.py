@@ -3,11 +3,14 @@
 import json
 import signal
 import struct
+from unittest.mock import MagicMock
 
 import pytest
 from launched import command, finished, write_config
 
 from axonn_jax.tracking.files import FACTS, read_metrics
+from axonn_jax.tracking.services import WandbTracker
+from axonn_jax.tracking.tracker import RunFacts
 
 STEPS, SAVED, KILLED = 8, 2, 5
 OWN = f"""
@@ -135,3 +138,24 @@ def test_wandb_without_an_account_is_one_line(tmp_path, prepared):
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert line.startswith("error: log.wandb = 'project': an account (`wandb login`), or WANDB_MODE=offline; ")
+
+
+@pytest.mark.parametrize(("own", "waits"), [(None, 30), ("7", None)])
+def test_wandb_waits_for_its_server_as_the_user_says_or_briefly(tmp_path, monkeypatch, own, waits):
+    wandb = pytest.importorskip("wandb")
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or MagicMock())
+    if own:
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", own)
+    WandbTracker("project").start(RunFacts(tmp_path, "abc"))
+    assert given["settings"].model_dump(exclude_unset=True).get("init_timeout") == waits
+
+
+def test_mlflow_without_its_server_is_one_line_soon(tmp_path, prepared):
+    """Seven retries, MLflow's own, take four minutes."""
+    pytest.importorskip("mlflow")
+    config = write_config(tmp_path / "c.toml", prepared, 1, '[log]\nmlflow = "experiment"')
+    done = finished(command(config, tmp_path / "run"), timeout=100, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("error: log.mlflow = 'experiment': a tracker that starts; MlflowException: ")

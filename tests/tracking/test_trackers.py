@@ -226,6 +226,22 @@ def test_a_name_of_no_tracker_is_one_line(name, why):
         own_tracker(name)
 
 
+def test_a_loop_of_ones_own_that_cannot_be_tracked(tmp_path):
+    grid, file = ax.init(), tmp_path / "file"
+    file.touch()
+    for says, call in {
+        "grid = 'NoneType': a grid, as ax.init": lambda: ax.tracked(None, tmp_path),
+        "grid = 'str': a grid": lambda: ax.tracked(str(tmp_path), grid),
+        "directory = None: the path": lambda: ax.tracked(grid, None),
+        "directory = '.*file': a directory that can be written; File exists": lambda: ax.tracked(grid, file),
+        "directory = '.*x': a directory that can be written; Not a dir": lambda: ax.tracked(grid, file / "x"),
+        "directory = '/proc/x': a directory that can be written; No such": lambda: ax.tracked(grid, "/proc/x"),
+        "resumed = 'auto': an integer": lambda: ax.tracked(grid, tmp_path, resumed="auto"),
+    }.items():
+        with pytest.raises(ax.UserError, match=f"^{says}"):
+            call()
+
+
 def test_a_loop_of_ones_own_is_tracked(tmp_path):
     grid, kept = ax.init(), Kept()
     with ax.tracked(grid, tmp_path / "own", kept, config={"lr": 0.1}) as log:

@@ -129,6 +129,7 @@ def test_a_loader_leaves_out_the_same_targets_in_every_epoch(prepared):
     [
         (lambda: ax.goldfish(rows((2, 9)), 1), "goldfish.k"),
         (lambda: ax.goldfish(rows((2, 9)), 2, 0), "goldfish.h"),
+        (lambda: ax.goldfish(rows((2, 9)), "4"), "goldfish.k = '4': an integer of at least 2"),
         (lambda: ax.goldfish(rows(9), 2), "batch"),
         (lambda: ax.goldfish(np.zeros((2, 9)), 2), "batch"),
         (lambda: GoldfishConfig(1).check(), "goldfish.k"),

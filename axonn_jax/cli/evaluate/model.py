@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.cli.generate import tokenizer_of
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, as_flags
 from axonn_jax.terminal import Ticker, libraries_on_stderr
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     from axonn_jax.inference.weights import check_grid, on_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
 
-    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-    sampling.check()
+    with as_flags("sampling"):
+        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     check_grid(args.grid)
     shape = shape_of(run_dir, "RUN_DIR")
     on_grid(shape, args.grid)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from axonn_jax.cli_args import Arg, NotNegative
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import NOT_GIVEN, UserError, as_flags
 from axonn_jax.grid import GridShape
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
@@ -89,8 +89,8 @@ def run(args: Generate) -> int:
     from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
-    sampling = Sampling(**{name: getattr(args, name) for name in names})
-    sampling.check()
+    with as_flags("sampling"):
+        sampling = Sampling(**{name: getattr(args, name) for name in names})
     if "" in args.stop:
         raise UserError("--stop", "", "a text of at least one character")
     if args.logprobs and not args.json:

@@ -82,9 +82,9 @@ def run(args: Launch) -> int:
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
     config = read(files[0], flags)
+    if config.grid.devices % args.processes:  # no reason to wait in a queue for that
+        raise UserError("-n", args.processes, f"a divisor of the grid's {config.grid.devices} devices")
     if args.sbatch is not None:
-        if config.grid.devices % args.processes:  # no reason to wait in a queue for that
-            raise UserError("-n", args.processes, f"a divisor of the grid's {config.grid.devices} devices")
         own = ["--restarts", str(args.restarts), *(["--mpirun", args.mpirun] if args.mpirun else [])]
         sbatch.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*own, "train", *words])
         print(f"sbatch {shlex.quote(str(args.sbatch))}")

@@ -78,7 +78,7 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
         sizes = " ".join(f"--model.{key} {str(value).lower()}" for key, value in own.items())
         config = loads("", [*split_argv(sizes.split())[1], *flags])
         return _named(config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {sizes} {words}", name, batched)
-    if not path.is_dir() and path.suffix != ".toml":
+    if not path.is_dir() and not (path.suffix == ".toml" and path.exists()):
         if name not in preset_names():
             try:
                 preset(name)

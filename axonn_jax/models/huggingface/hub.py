@@ -38,9 +38,14 @@ class HubName(NamedTuple):
 
 
 def hub_name(text: str | Path) -> HubName | None:
-    """Return the parts of a text of the form org/name or org/name@revision; None for others, and for existing paths."""
+    """Return the parts of a text of the form org/name or org/name@revision; None for others, and for paths.
+
+    Paths are those that exist, and without a revision also those in a folder that exists, as runs/typo.
+    """
     match = _NAME.fullmatch(str(text))
-    return None if match is None or os.path.lexists(text) else HubName(match[1], match[2])
+    if match is None or os.path.lexists(text) or (not match[2] and os.path.isdir(os.path.dirname(text))):
+        return None
+    return HubName(match[1], match[2])
 
 
 def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wanted: Sequence[str] = _MODEL) -> Path:

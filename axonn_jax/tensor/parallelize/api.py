@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.grid import Grid, without_mesh
+from axonn_jax.errors import UserError, first_line, nearest
+from axonn_jax.grid import Grid, typed_grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
@@ -81,7 +81,7 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
     if call is not None:
         probe = nnx.clone(model)
         by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
-        known = plans_by_flow(grid.mesh, probe, _same(probe, layers), chosen, call)
+        known = plans_by_flow(grid.mesh, probe, _same(probe, layers), chosen, partial(_called, call))
     strange = {
         path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
         for path, layer in layers.items()
@@ -94,6 +94,17 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
         if path not in plans and own_variables(module):
             plans[path] = plan_of(grid.mesh, module, None, None)
     return _apply(model, _spread(plans, members, chosen, grid.mesh), grid.mesh)
+
+
+def _called(call: Callable[[Model], Any], model: Model) -> Any:
+    """Call a user's function of a model; raise ``UserError`` for one that does not go with it."""
+    try:
+        return call(model)
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError) as error:
+        accepted = f"a call of the model, as lambda m: m(tokens); this one raises {first_line(error)}"
+        raise UserError("call", getattr(call, "__name__", type(call).__name__), accepted) from error
 
 
 _STRANGE = "a {} has a __call__ of its own, which does not come to that of the layer it is derived from"
@@ -117,8 +128,7 @@ def _spread(
 
 
 def _check(model: Any, grid: Any) -> None:
-    if not isinstance(grid, Grid):
-        raise UserError("grid", type(grid).__name__, "a Grid, as ax.init(x=2, y=2) returns it")
+    typed_grid(grid)
     if not isinstance(model, nnx.Module):
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES, Grid, typed_grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
@@ -226,8 +226,7 @@ def _unboxed(leaf: Any) -> Any:
 
 
 def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
-    if not isinstance(grid, Grid):
-        raise UserError("grid", type(grid).__name__, "a Grid, as ax.init(x=2, y=2) returns it")
+    typed_grid(grid)
     if grid.shape.pipe > 1:
         raise UserError("grid.pipe", grid.shape.pipe, "1 for parallelize_linen")
     if isinstance(loss, linen.Module | LinenLoss) or not callable(loss):

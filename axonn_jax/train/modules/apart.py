@@ -2,19 +2,26 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from pathlib import Path
+from sysconfig import get_path
+from traceback import extract_tb
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.errors import FlaxError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_line
 from axonn_jax.tensor.parallelize.linen import MappedAxes, takes_key
 from axonn_jax.tensor.params import Params, copied
+from axonn_jax.tensor.specs import values_of
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.own_tree import OwnTree
 
@@ -23,6 +30,9 @@ REPLICAS = "axonn_replicas"
 
 ROW_AXES = ("z",)
 """Mesh axes that split the rows of one replica."""
+
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), get_path("stdlib"), get_path("purelib"))
+"""Beginnings of the names of files that a user did not write."""
 
 Loss = Callable[..., Any]
 """Function of (model, batch) or (model, batch, key) -> a mean loss, or (a mean loss, numbers)."""
@@ -131,6 +141,29 @@ class Apart(ABC):
     @abstractmethod
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
         """Return the model as the user handed it in, with these parameters and this state."""
+
+
+@contextmanager
+def fitting(batch: Any) -> Iterator[None]:
+    """Make a ``UserError`` of what a loss raises for values that do not fit: the batch's shapes, and the user's line.
+
+    What is no sign of a batch that does not fit stays as it is, as do errors outside of the loss.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AssertionError, FlaxError) as error:
+        frames = extract_tb(error.__traceback__)
+        calls = [at for at, each in enumerate(frames) if (each.filename, each.name) == (__file__, "result")]
+        inside = frames[calls[-1] + 1 :] if calls else []
+        if not inside:
+            raise
+        last = [inside[0], *(each for each in inside if not each.filename.startswith(_NOT_THE_USERS))][-1]
+        leaves = tree_leaves_with_path(values_of(batch))
+        shown = ", ".join(f"{keystr(path)} {value.dtype}{[*value.shape]}".strip() for path, value in leaves)
+        accepted = f"a batch for the loss, which in {Path(last.filename).name}, line {last.lineno}, raises"
+        raise UserError("batch", shown, f"{accepted} {first_line(error)}") from error
 
 
 def one_device_each(mesh: Mesh) -> bool:

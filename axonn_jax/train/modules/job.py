@@ -54,7 +54,7 @@ def loss_job(
 
     Raises ``UserError`` for a loss, a model or an optimizer that does not go with the others.
     """
-    _check(loss, weight, rows, microbatches)
+    _check(loss, weight, rows, wrt, microbatches)
     _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
@@ -129,7 +129,8 @@ def _check_tree(tree: Any) -> None:
         raise UserError("model", tree.__name__ if isinstance(tree, type) else type(tree).__name__, accepted)
 
 
-def _check(loss: Any, weight: Any, rows: Any, microbatches: int) -> None:
+def check_loss(loss: Any) -> None:
+    """Raise ``UserError`` for what is no loss."""
     if not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
     if isinstance(loss, nnx.Module):
@@ -137,6 +138,14 @@ def _check(loss: Any, weight: Any, rows: Any, microbatches: int) -> None:
     if not takes_batch(loss):
         accepted = "a function of (model, batch) or (model, batch, key)"
         raise UserError("loss", f"a function of {signature(loss)}", accepted)
+
+
+def _check(loss: Any, weight: Any, rows: Any, wrt: Any, microbatches: int) -> None:
+    check_loss(loss)
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):
+        raise UserError("wrt", wrt, "a filter of Flax's, as nnx.Param") from None
     if weight is not None and not callable(weight):
         raise UserError("weight", type(weight).__name__, "a function of a batch, as the number of its unmasked targets")
     if rows not in ROWS:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.small_products import compile_traced, jitted
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_line
 from axonn_jax.grid import without_mesh
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import is_replicated, values_of
@@ -79,15 +79,14 @@ class Proof:
         form = str(jax.tree.map(jnp.shape, values_of(batch)))
         if step < self._due if form in self._forms else len(self._forms) == _FORMS:
             return False
-        before, self._due = self.way, 1 << step.bit_length()
-        self._forms.add(form)
+        before = self.way
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         # Moves are smaller than the roundings of weights that are kept in half precision beside their masters.
         dense = {name: v.astype(jnp.float32) if v.dtype in _HALVES else v for name, v in dense.items()}
         with jax.default_matmul_precision("highest"):
             lines = self._compare(dense, carried, batch)
-        if lines or self.way != "parts":
-            self._due = None  # what differs has been said
+        self._forms.add(form)
+        self._due = None if lines or self.way != "parts" else 1 << step.bit_length()  # what differs has been said
         say_first(*lines)
         return self.way != before
 
@@ -99,7 +98,11 @@ class Proof:
         except UserError:
             raise
         except Exception as error:  # of a stranger's code, which a step will meet too
-            return [f"rows: not compared with the loss of all rows at once, which fails: {_first_line(error)}"]
+            try:
+                self._run(self.way, self._batches, params, carried, batch)(0.0)
+            except Exception:  # of split layers, about shards
+                raise error from error.__cause__
+            return [f"rows: not compared with the loss of all rows at once, which fails: {first_line(error)}"]
         by_way, lines, noisy = dict[Way, Results](), list[str](), None
         for way in _WAYS[_WAYS.index(self.way) :]:
             try:
@@ -107,7 +110,7 @@ class Proof:
             except UserError:
                 raise
             except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
-                lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
+                lines.append(f"{_RUNS[way]} the loss fails: {first_line(error)}")
                 continue
             differences = apart(by_way[way], want)
             if differences:
@@ -217,10 +220,6 @@ _INSTEAD: dict[Way, str] = {
     "whole": 'the loss runs on the rows of all replicas (rows="whole")',
     "xla": "the loss runs on the rows of all replicas, its layers left to XLA",
 }
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].split('. ')[0]}"
 
 
 def _dense(weight: Any) -> jax.Array:
