@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_line
 from axonn_jax.grid import MESH_AXES, Grid, GridShape, divisors, without_mesh
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.machine_file import load_machine
@@ -135,6 +135,7 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
         raise UserError("model", type(module).__name__, "a flax.nnx.Module, or a function that makes one")
     shapes = jax.tree.map(_shape, batch)
     rows = _rows(shapes)
+    _check(module, loss, shapes)
     made, left_out = list[PlannedGrid](), Counter[str]()
     with without_mesh(), Ticker("tracing grids") as ticker:
         grids = list(_grids(devices, rows, where, left_out))
@@ -175,6 +176,24 @@ def _rows(batch: Any) -> int:
     return counts.pop()
 
 
+def _check(module: nnx.Module, loss: Loss, batch: Any) -> None:
+    """Raise ``UserError`` where the loss raises for the batch, or returns no number."""
+    graph, state = nnx.split(module)
+    try:
+        with without_mesh():
+            found = jax.eval_shape(lambda state, batch: _value(loss, nnx.merge(graph, state), batch), state, batch)
+    except (TypeError, ValueError, LookupError, AssertionError) as error:
+        shown = ", ".join(f"{leaf.dtype}{[*leaf.shape]}" for leaf in jax.tree.leaves(batch))
+        raise UserError("batch", shown, f"a batch for the loss, which raises {first_line(error)}") from error
+    if getattr(found, "shape", None) != ():
+        raise UserError("loss", str(found), "a function that returns a number, or a number and others")
+
+
+def _value(loss: Loss, model: Any, batch: Any) -> Any:
+    result = loss(model, batch, jax.random.key(0)) if takes_key(loss) else loss(model, batch)
+    return result[0] if isinstance(result, tuple) else result
+
+
 def _grids(devices: int, rows: int, machine: Machine, left_out: Counter[str]) -> Iterator[GridShape]:
     """Yield the grids of so many devices: `y` and `x` inside a node, rows whole."""
     for z, y, x in product(divisors(devices), repeat=3):
@@ -193,12 +212,8 @@ def _planned(module: nnx.Module, loss: Loss, batch: Any, shape: GridShape, machi
     sizes = {axis: int(getattr(shape, axis)) for axis in MESH_AXES}
     mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES)
 
-    def value(model: Any, batch: Any) -> Any:
-        result = loss(model, batch, jax.random.key(0)) if takes_key(loss) else loss(model, batch)
-        return result[0] if isinstance(result, tuple) else result
-
     def call(model: Any) -> Any:
-        return value(model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
+        return _value(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
 
     split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
     apart: Any = nnx.split(split, nnx.Param, ...)
@@ -208,7 +223,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Any, shape: GridShape, machi
     def graded(params: Any, rest: Any, batch: Any) -> Any:
         def of(params: Any) -> Any:
             state = jax.tree.map(lambda leaf: leaf, rest)  # Variables of this trace, which calls may change
-            return value(nnx.merge(graph, params, state), batch).astype(jnp.float32)
+            return _value(loss, nnx.merge(graph, params, state), batch).astype(jnp.float32)
 
         return jax.value_and_grad(of)(params)
 

@@ -120,6 +120,8 @@ def test_a_model_too_large_for_a_device_is_split():
         ({"machine": "perlmuter"}, "did you mean 'perlmutter'"),
         ({"loss": None}, "loss = 'NoneType': a function of"),
         ({"model": lambda: 3}, "model = "),
+        ({"batch": {"x": np.zeros((4, SEQ, 1))}}, "batch = 'float32[4, 32, 1]': a batch for the loss, which raises "),
+        ({"loss": lambda model, batch: model(batch["x"])}, "a function that returns a number"),
         ({"batch": {}}, "batch = 'no array': "),
         (
             {"batch": {"x": np.zeros((4, SEQ)), "y": np.zeros((5, SEQ))}},
