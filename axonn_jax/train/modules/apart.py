@@ -144,6 +144,11 @@ def say_first(*lines: str) -> None:
         say("\n".join(lines))
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's name and the first sentence of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].split('. ')[0]}"
+
+
 def takes_batch(loss: Loss) -> bool:
     """True if a loss can be called with a model and a batch, and perhaps a key."""
     signature = inspect.signature(getattr(loss, "plain", loss))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.pooling import with_sliced_pooling
+from axonn_jax.errors import UserError
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped
@@ -20,7 +21,7 @@ from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import is_replicated, shard_mapped, size_over
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way, one_device_each
+from axonn_jax.train.modules.apart import REPLICAS, ROW_AXES, Apart, Loss, LossResult, Way, first_line, one_device_each
 from axonn_jax.train.modules.batches import each_microbatch, rows_of, with_rows
 from axonn_jax.train.modules.numbers import Weight, averaged, is_total, part_weights, share_of
 
@@ -53,6 +54,8 @@ class LossProgram(OnMesh):
     model: Apart = field(kw_only=True)
     weight: Weight | None = field(default=None, kw_only=True)
     way: Way = field(default="parts", kw_only=True)
+    asked: bool = field(default=False, kw_only=True)
+    """True if the user chose the way."""
 
     sub_batches = 1
     """Rows of a microbatch run together."""
@@ -156,7 +159,14 @@ class LossProgram(OnMesh):
             return local(own, carried, batch, shares, 0, key, scale), weight
         shares, weight = self._shares(batch, 2)
         side_by_side = self._on_devices if self._manual else self._mapped
-        return side_by_side(lambda *own: local(*own, key, scale), dense, carried, batch, shares), weight
+        try:
+            return side_by_side(lambda *own: local(*own, key, scale), dense, carried, batch, shares), weight
+        except Exception as error:  # of jax's manual axes, where the model maps a layer by jax.vmap, or of the loss
+            if self.asked and not isinstance(error, UserError):
+                replace(self, way="whole").forward(params, carried, batch, key, training=True)  # raises the loss's own
+                accepted = f"auto or whole: in parts of the rows the loss fails: {first_line(error)}"
+                raise UserError("rows", "parts", accepted) from error
+            raise
 
     @property
     def _manual(self) -> bool:

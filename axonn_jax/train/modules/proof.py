@@ -16,7 +16,7 @@ from axonn_jax.grid import without_mesh
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import is_replicated, values_of
 from axonn_jax.tensor.weight_gather import Weights
-from axonn_jax.train.modules.apart import Way, say_first
+from axonn_jax.train.modules.apart import Way, first_line, say_first
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.coupling import couples_rows
 from axonn_jax.train.modules.numbers import averaged
@@ -99,7 +99,7 @@ class Proof:
         except UserError:
             raise
         except Exception as error:  # of a stranger's code, which a step will meet too
-            return [f"rows: not compared with the loss of all rows at once, which fails: {_first_line(error)}"]
+            return [f"rows: not compared with the loss of all rows at once, which fails: {first_line(error)}"]
         by_way, lines, noisy = dict[Way, Results](), list[str](), None
         for way in _WAYS[_WAYS.index(self.way) :]:
             try:
@@ -107,7 +107,7 @@ class Proof:
             except UserError:
                 raise
             except Exception as error:  # of jax's manual axes, or of code that counts on the rows of a whole batch
-                lines.append(f"{_RUNS[way]} the loss fails: {_first_line(error)}")
+                lines.append(f"{_RUNS[way]} the loss fails: {first_line(error)}")
                 continue
             differences = apart(by_way[way], want)
             if differences:
@@ -217,10 +217,6 @@ _INSTEAD: dict[Way, str] = {
     "whole": 'the loss runs on the rows of all replicas (rows="whole")',
     "xla": "the loss runs on the rows of all replicas, its layers left to XLA",
 }
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].split('. ')[0]}"
 
 
 def _dense(weight: Any) -> jax.Array:
