@@ -90,7 +90,7 @@ class Trackers:
 
         def tell(each: RunTracker) -> None:
             told = each.told if each.once or step <= self._resumed else {}  # what a file has is not sent again
-            if new := {name: value for name, value in values.items() if step > told.get(name, 0)}:
+            if new := {name: value for name, value in values.items() if step > told.get(name, -1)}:
                 each.tracker.log(step, new)
 
         self._each(tell)

@@ -248,7 +248,12 @@ def test_a_name_of_no_tracker_is_one_line(name, why):
 def test_a_loop_of_ones_own_is_tracked(tmp_path):
     grid, kept, other = ax.init(), Kept(), Kept()
     with ax.tracked(grid, tmp_path / "own", kept, other, config={"lr": 0.1}) as log:
+        log.log(0, eval_loss=5.0)  # of weights that a run begins with
         log.log(1, loss=jnp.float32(2.0))  # as a Trainer's step returns it
         log.log(2, loss=np.float32(3.0))
-    assert read_metrics(tmp_path / "own") == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 3.0}]
-    assert kept.told[1:] == other.told[1:] == [(1, "loss"), (2, "loss"), 0]
+    assert read_metrics(tmp_path / "own") == [
+        {"step": 0, "eval_loss": 5.0},
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 3.0},
+    ]
+    assert kept.told[1:] == other.told[1:] == [(0, "eval_loss"), (1, "loss"), (2, "loss"), 0]
