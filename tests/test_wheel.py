@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,15 @@ def axonn(tmp_path_factory):
     source, home, work = place / "source", place / "env", place / "work"
     work.mkdir()
     shutil.copytree(ROOT / "axonn_jax", source / "axonn_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (source / "tests").mkdir()
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "tests/test_wheel.py"):
         shutil.copy(ROOT / name, source / name)
     quiet = {"check": True, "stdout": subprocess.DEVNULL, "cwd": place}
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-c", SDIST, place], **quiet | {"cwd": source}, stderr=subprocess.DEVNULL)
     (sdist,) = place.glob("axonn_jax-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if "test" in name]  # setuptools takes tests/test_*.py
     subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", place, sdist], **quiet)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], **quiet)
     (wheel,) = place.glob("*.whl")

@@ -52,7 +52,7 @@ class Convert:
     merge: bool = False
     """Add the adapters in SOURCE to their base, and write the Hugging Face model."""
     base: Path | None = None
-    """The base of the adapters in SOURCE, if it is not where they say."""
+    """The base of the adapters in SOURCE, a directory or a model on the Hub, if it is not where they say."""
     shard_size: float = 5.0
     """The most GB in one file."""
     push: Annotated[str | None, Arg(default="stays here")] = None
@@ -80,7 +80,8 @@ def run(args: Convert) -> int:
     from axonn_jax.models.huggingface.hub import check_push, found, push
 
     began, accepted = time.perf_counter(), "a directory of a Hugging Face model or of a run"
-    args = replace(args, source=found(args.source, "SOURCE", accepted))
+    base = args.base and found(args.base, "--base", "the directory of the adapters' base")
+    args = replace(args, source=found(args.source, "SOURCE", accepted), base=base)
     if not args.source.is_dir():
         raise UserError("SOURCE", str(args.source), accepted)
     if args.push is not None:
@@ -170,10 +171,11 @@ def _merged(args: Convert) -> Conversion:
     from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
+    from axonn_jax.models.huggingface.hub import found
 
     if is_adapter(args.source):
         named = read_config(args.source, "SOURCE")[1]
-        folder = args.base or Path(named)
+        folder = args.base or found(named, "--base", "the directory of the adapter's base")
         if (not named and args.base is None) or not folder.is_dir():
             raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {named!r} to it")
         if args.check:

@@ -56,6 +56,12 @@ class Corpus:
         """True if the directory has held-out rows."""
         return self.manifest.splits["valid"].tokens > 0
 
+    @property
+    def targets(self) -> Fraction:
+        """Part of the training's targets, as `weight` is of its rows: of packed rows not every token is one."""
+        split = self.manifest.splits["train"]
+        return self.weight * Fraction(split.counted or split.tokens, split.tokens)
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Name this setting in errors of the directory, which a manifest raises for `data.path`."""
@@ -130,11 +136,11 @@ class Corpora:
         return [corpus for corpus in self.all if corpus.evaluated]
 
     def mean(self, values: Mapping[str, float]) -> float:
-        """Return the mean of values of those evaluated, by the weights of training; of sets where no corpus is."""
-        weights = {corpus.name: corpus.weight for corpus in self.evaluated if corpus.weight}
-        weights = weights or {corpus.name: 1 for corpus in self.evaluated}
-        total = sum(weights.values())  # whole numbers of any size: a quotient is a float, a product need not be one
-        return sum(weight / total * values[name] for name, weight in weights.items())
+        """Return the mean of values of those evaluated, by the targets of training; of sets where no corpus is."""
+        weights = {corpus.name: corpus.targets for corpus in self.evaluated if corpus.weight}
+        weights = weights or {corpus.name: Fraction(1) for corpus in self.evaluated}
+        total = sum(weights.values())  # of any size: a quotient is a float, a product need not be one
+        return sum(float(weight / total) * values[name] for name, weight in weights.items())
 
     @property
     def unigram_entropy(self) -> float:

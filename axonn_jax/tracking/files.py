@@ -6,8 +6,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, 
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FACTS = "tracked.json"
-"""File of a run directory: the run's id for trackers, and the last step that they were told of, by name of a value."""
+"""File of a run directory: the run's id for trackers, and the last step that each was told of, by name of a value."""
 _MOST = 2**31  # bytes read of a log: that of ten million steps
 
 
@@ -134,32 +134,41 @@ class TensorBoard:
         self._events.close()
 
 
-def known_run(directory: Path, config: Mapping[str, Any], resumed: int) -> tuple[RunFacts, dict[str, int]]:
-    """Return a run's facts, and the last step that its trackers were told of by name; its directory keeps both.
-
-    Called before lines of steps after `resumed` are dropped.
+def started(
+    asked: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
+) -> Trackers:
+    """Return a run's trackers, started, and told of the values up to `resumed` that they were not told of.
 
     Args:
-        directory: Run directory.
+        asked: The trackers.
+        directory: Run directory, which keeps the run's id and what each tracker was told of.
         config: Settings by dotted name.
         resumed: Step that the run goes on after; 0: a new run, with a new id.
+        say: Printer of a line for people.
     """
-    kept = _Facts(secrets.token_hex(4))
+    kept, seen, lines = _Facts(secrets.token_hex(4)), dict[str, int](), list[dict[str, Any]]()
     if resumed:
         with contextlib.suppress(OSError, ValueError):  # damaged, or of before there were trackers: a new id
             kept = typed(_Facts, read_json(directory / FACTS, 1 << 20))
-    told = dict(kept.told)
-    for name in (METRICS, SAMPLES) if resumed else ():
+    for name in (METRICS, SAMPLES) if resumed else ():  # before lines of steps after `resumed` are dropped
         with contextlib.suppress(OSError, ValueError):
             for record in _read(directory / name)[0]:
+                lines += [record] if name == METRICS and record["step"] <= resumed else []
                 keys = ["samples"] if name == SAMPLES else record
-                told |= {key: max(record["step"], told.get(key, 0)) for key in keys}
-    try:
-        replace_whole(directory / FACTS, (json.dumps({"id": kept.id, "told": told}) + "\n").encode())
-    except OSError as error:
-        accepted = f"a directory that {FACTS} can be written in; {error.strerror}"
-        raise UserError("log.dir", str(directory), accepted) from None
-    return RunFacts(directory, kept.id, config, resumed), told
+                seen |= {key: max(record["step"], seen.get(key, 0)) for key in keys}
+    told = {**kept.told}
+    for name in kept.asked:
+        own = {**told.get(name, {})}
+        told[name] = {key: max(own.get(key, 0), seen.get(key, 0)) for key in own | seen}
+    _keep(directory, _Facts(kept.id, told))  # one that does not start is told of all when it does
+    names = [f"{each.field} = {each.value}" for each in asked]
+    told |= {name: seen for name, each in zip(names, asked, strict=True) if isinstance(each.tracker, JsonLines)}
+    given = [each._replace(told=told.get(name, {})) for name, each in zip(names, asked, strict=True)]
+    trackers = Trackers(given, RunFacts(directory, kept.id, config, resumed), say)
+    for line in lines:
+        trackers.record(line.pop("step"), {key: math.nan if value is None else value for key, value in line.items()})
+    _keep(directory, _Facts(kept.id, told, tuple(names)))
+    return trackers
 
 
 @dataclass
@@ -167,7 +176,17 @@ class _Facts:
     """Content of `FACTS`."""
 
     id: str
-    told: Mapping[str, int] = field(default_factory=dict)
+    told: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
+    """Trackers that are told of all values from here on."""
+
+
+def _keep(directory: Path, facts: _Facts) -> None:
+    try:
+        replace_whole(directory / FACTS, (json.dumps(asdict(facts)) + "\n").encode())
+    except OSError as error:
+        accepted = f"a directory that {FACTS} can be written in; {error.strerror}"
+        raise UserError("log.dir", str(directory), accepted) from None
 
 
 def tracked(
@@ -197,13 +216,12 @@ def tracked(
     if not isinstance(directory, str | Path):
         raise UserError("directory", directory, "the path of a run directory")
     if grid.rank:
-        return Trackers([], RunFacts(Path(directory), ""), {}, say)
+        return Trackers([], RunFacts(Path(directory), ""), say)
     with refused("directory", directory, "a directory that can be written"):
         Path(directory).mkdir(parents=True, exist_ok=True)
-    run, told = known_run(Path(directory), config, resumed)
     asked = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
     asked += [RunTracker("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
-    return Trackers(asked, run, told, say)
+    return started(asked, Path(directory), config, resumed, say)
 
 
 def _free_name(path: Path) -> Path:

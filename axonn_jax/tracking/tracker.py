@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 from axonn_jax.errors import UserError, first_line
@@ -53,6 +54,8 @@ class RunTracker(NamedTuple):
     once: bool = True
     """True if the tracker is told of no value of a step twice, after a resume not of steps that it has seen before;
     False for one that drops the steps after the one resumed."""
+    told: Mapping[str, int] = MappingProxyType({})
+    """Last step that the tracker was told of before, by name of a value."""
 
 
 class Trackers:
@@ -61,15 +64,14 @@ class Trackers:
     Args:
         asked: The trackers.
         run: The run; trackers are started with it.
-        told: Last step that they were told of before, by name of a value.
         say: Printer of a line for people.
 
     Raises:
         UserError: A tracker does not start.
     """
 
-    def __init__(self, asked: Iterable[RunTracker], run: RunFacts, told: Mapping[str, int], say: Callable[[str], None]):
-        self._asked, self._told, self._say, self._saved = list(asked), told, say, run.resumed
+    def __init__(self, asked: Iterable[RunTracker], run: RunFacts, say: Callable[[str], None]):
+        self._asked, self._say, self._saved, self._resumed = list(asked), say, run.resumed, run.resumed
         for each in self._asked:
             try:
                 each.tracker.start(run)
@@ -85,20 +87,23 @@ class Trackers:
     def record(self, step: int, values: Mapping[str, Value]) -> None:
         """Record values of a step, by name; an array of one number is this number."""
         values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-        new = {name: value for name, value in values.items() if step > self._told.get(name, 0)}
-        for once, wanted in ((False, values), (True, new)):  # what a file has is not sent again
-            if wanted:
-                self._each(lambda tracker, wanted=wanted: tracker.log(step, wanted), once)  # type: ignore[misc]
+
+        def tell(each: RunTracker) -> None:
+            told = each.told if each.once or step <= self._resumed else {}  # what a file has is not sent again
+            if new := {name: value for name, value in values.items() if step > told.get(name, -1)}:
+                each.tracker.log(step, new)
+
+        self._each(tell)
 
     def saved(self, step: int, path: Path) -> None:
         """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
         if step > self._saved:
             self._saved = step
-            self._each(lambda tracker: getattr(tracker, "saved", lambda step, path: None)(step, path))
+            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, path))
 
     def finish(self, status: int = 0) -> None:
         """End the run; a second call does nothing."""
-        self._each(lambda tracker: tracker.finish(status))
+        self._each(lambda each: each.tracker.finish(status))
         self._asked = []
 
     def __enter__(self) -> Self:
@@ -107,10 +112,10 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.finish(0 if kind is None else 1)
 
-    def _each(self, call: Callable[[Tracker], None], *which: bool) -> None:
-        for each in [each for each in self._asked if not which or each.once in which]:
+    def _each(self, call: Callable[[RunTracker], None]) -> None:
+        for each in [*self._asked]:
             try:
-                call(each.tracker)
+                call(each)
             except Exception as error:  # of a library's, or a stranger's code: no reason to end a run
                 self._asked.remove(each)
                 self._say(f"warning: {each.field} = {each.value!r}: {first_line(error)}; nothing more is sent there")

@@ -19,8 +19,8 @@ from axonn_jax.documents import replace_whole
 from axonn_jax.memory.report import lines as memory_lines
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
-from axonn_jax.tracking.files import JsonLines, known_run
-from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers
+from axonn_jax.tracking.files import JsonLines, started
+from axonn_jax.tracking.tracker import RunFacts, Trackers
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import settings_by_name
 from axonn_jax.train.engines.step import StepMetrics
@@ -60,13 +60,12 @@ class Run:
         """Step after which the memory report is written."""
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
-        self.lines, asked, told = JsonLines(warn=self.say), list[RunTracker](), dict[str, int]()
-        run = RunFacts(self.directory, "", resumed=self.start)
+        self.lines, run = JsonLines(warn=self.say), RunFacts(self.directory, "", resumed=self.start)
+        self.trackers = Trackers([], run, self.say)
         if self.first:
             keep_settings(config, self.directory)
-            run, told = known_run(self.directory, settings_by_name(config), self.start)
             asked = trackers_of(config.log, self.lines)
-        self.trackers = Trackers(asked, run, told, self.say)
+            self.trackers = started(asked, self.directory, settings_by_name(config), self.start, self.say)
         self.best = Best(held_out_losses(self.directory if self.first and self.start else None, sync))
         self.checkpoints.saver.best = self.best.step if config.checkpoint.best else 0
         self.samples: Samples | None = None

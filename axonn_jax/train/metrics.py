@@ -89,7 +89,8 @@ class Best:
 def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float]]:
     """Return the held-out losses of a run that goes on, by step; the process that is given the directory reads them."""
     records = [] if directory is None else read_metrics(directory)
-    known = [(record["step"], record["eval_loss"]) for record in records if _drawable(record.get("eval_loss"))]
+    losses = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+    known = [(step, loss if _drawable(loss) else math.nan) for step, loss in losses]
     told: list[Any] = json.loads(sync.gather(json.dumps(known))[0])
     return [(int(step), float(loss)) for step, loss in told]
 

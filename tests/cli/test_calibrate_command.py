@@ -19,7 +19,7 @@ KINDS = get_args(Measured)
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     out = tmp_path / "here.toml"
-    argv = ["calibrate", "--devices", "2", "--rounds", "1", "--seq", "128", "--out", str(out), "--json"]
+    argv = ["calibrate", "--devices", "2", "--rounds", "1", "--seq-len", "128", "--out", str(out), "--json"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
         [sys.executable, "-m", "axonn_jax.cli.main", *argv],
@@ -46,7 +46,8 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     [
         (["--devices", "0"], "--devices"),
         (["--rounds", "0"], "--rounds"),
-        (["--seq", "0"], "--seq"),
+        (["--seq-len", "0"], "--seq-len = 0"),
+        (["--seq", "64"], "did you mean '--seq-len'?"),
         (["--head-dim", "-1"], "--head-dim"),
         (["--out", "x.txt"], "--out"),
         (["--out", "nowhere/x.toml"], "--out"),
@@ -72,8 +73,8 @@ def test_what_libraries_print_is_not_in_the_figures(capfd):
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=UNDER_MPIRUN)])
 def test_processes_measure_together(tmp_path, ranks):
     out = tmp_path / "both.toml"
-    words = [*AXONN, "calibrate", "--devices", str(ranks), "--rounds", "1", "--seq", "64", "--out", str(out), "--json"]
-    done = succeeded(mpirun(ranks, *words), timeout=300)
+    words = ["--devices", str(ranks), "--rounds", "1", "--seq-len", "64", "--out", str(out), "--json"]
+    done = succeeded(mpirun(ranks, *AXONN, "calibrate", *words), timeout=300)
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["processes"] == machine.node.devices == ranks
     assert [one.channel for one in machine.messages] == ["mpi4py"]

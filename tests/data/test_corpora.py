@@ -19,6 +19,7 @@ from axonn_jax.data.instructions.write import InstructionOptions, prepare_instru
 from axonn_jax.data.loader import TokenSamples
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare
+from axonn_jax.models.packed import counted_targets
 
 SEQ = 16
 WEIGHTS = {"code": 0.6, "text": 0.3, "few": 0.1}
@@ -143,6 +144,18 @@ def test_means_are_of_those_with_held_out_rows_by_weight(place, tmp_path):
     beside = load(place, {tmp_path / "few": 1}, ["code", "text"])
     assert beside.mean(losses) == 2.5
     assert load(place, {"code": 1e-300, "text": 1e300}).mean(losses) == 4.0
+
+
+def test_means_of_packed_rows_weigh_a_corpus_by_its_targets_as_training_does(place):
+    data = load(place, {"rows": 2, "chat": 1})
+    counts = {}
+    for name, weight in (("rows", 2), ("chat", 1)):
+        own = Manifest.load(place / name)
+        epoch = np.concatenate(take(own, own.rows("train", 48), seq_len=48, global_batch=1))
+        counts[name] = weight * float(counted_targets(epoch, packed=True).sum()) / len(epoch)
+    assert counts["rows"] / counts["chat"] != pytest.approx(2, rel=0.01)
+    share = counts["rows"] / sum(counts.values())
+    assert data.mean({"rows": 1.0, "chat": 0.0}) == pytest.approx(share)
 
 
 def test_names_are_as_much_of_the_paths_as_tells_them_apart(place, tmp_path, monkeypatch):

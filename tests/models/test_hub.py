@@ -8,12 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pretrained
 import pytest
 from commands import refusal
 from hub_server import TOKEN, Hub, files_of, serving, session
 from instruction_data import rows
+from safetensors.numpy import save_file
 
+from axonn_jax.adapters.peft import CONFIG, TENSORS
 from axonn_jax.models.huggingface.hub import HubName, hub_name
 from axonn_jax.models.huggingface.splits import _patterns
 
@@ -33,6 +36,17 @@ configs:
 
 def lines(*texts):
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def adapter(folder, base):
+    """PEFT's files of an adapter of the model, which name its base."""
+    sides = {"lora_A": np.ones((2, 48), np.float32), "lora_B": np.ones((48, 2), np.float32)}
+    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.{side}" for n in (0, 1) for side in sides]
+    folder.mkdir()
+    save_file({f"{name}.weight": sides[name[-6:]] for name in names}, folder / TENSORS)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": base}))
+    return folder
 
 
 def content(folder):
@@ -66,7 +80,22 @@ def there(tmp_path_factory):
     for name, raw in parts.items():
         (root / "local" / Path(name).name).write_bytes(raw)
     tokenizer = ["--tokenizer", root / "hf"]
+    adapters = [adapter(root / f"adapter {n}", base) for n, base in enumerate(("org/llama", "org/none"))]
+    suite = {"problem_type": "x", "language": "cpp", "name": "x", "parallelism_model": "serial", "prompt": "the "}
+    (root / "suite.json").write_text(json.dumps([suite]))
+    generate = ["--prompt", "the ", "--tokens", "5", "--temperature", "0", "--json"]
+    evaluate = ["--suite", root / "suite.json", "--tokens", "3", "--samples", "1", "--out"]
     commands = {
+        "merge": ["convert", adapters[1], root / "merged", "--merge", "--base", root / "hf"],
+        "merge by name": ["convert", adapters[1], root / "merged by name", "--merge", "--base", "org/llama"],
+        "merge by its own name": ["convert", adapters[0], root / "merged by its own", "--merge"],
+        "merge with none": ["convert", adapters[0], root / "no", "--merge", "--base", "org/none"],
+        "generate": ["generate", root / "hf", *generate],
+        "generate by name": ["generate", "org/llama", *generate],
+        "generate by none": ["generate", "org/none", *generate],
+        "evaluate": ["evaluate", root / "hf", *evaluate, root / "written.json"],
+        "evaluate by name": ["evaluate", f"org/llama@{new}", *evaluate, root / "written by name.json"],
+        "evaluate without a file": ["evaluate", "org/llama", *evaluate[:-1]],
         "convert": ["convert", "org/llama", root / "named"],
         "convert old": ["convert", "org/llama@v0", root / "no"],
         "prepare": ["prepare", "org/text", root / "text named", "--tokenizer", "org/llama"],
@@ -129,6 +158,20 @@ def test_a_converted_model_is_that_of_the_directory_and_names_its_commit(there):
     assert named == base | {"config.toml": commit + base["config.toml"]}
 
 
+def test_a_base_by_name_is_that_of_the_directory(there):
+    assert there.said["merge"][0] == 0, there.said["merge"]
+    merged = content(there.root / "merged")
+    assert content(there.root / "merged by name") == content(there.root / "merged by its own") == merged
+    assert merged["model.safetensors"] != files_of(there.root / "hf")["model.safetensors"]
+
+
+def test_texts_and_programs_of_a_name_are_those_of_the_directory(there):
+    for name in ("generate", "evaluate"):
+        assert [there.said[said][0] for said in (name, f"{name} by name")] == [0, 0], there.said[f"{name} by name"]
+    assert there.said["generate by name"][1] == there.said["generate"][1] != ""
+    assert (there.root / "written by name.json").read_text() == (there.root / "written.json").read_text()
+
+
 def test_a_branch_is_another_commit_and_no_pickle_is_fetched(there):
     assert "config.model_type = None" in refused(there, "convert old")
     assert f"HEAD /org/llama/resolve/{there.old}/config.json" in there.hub.asked
@@ -176,6 +219,12 @@ def test_a_card_says_which_files_a_split_has(there):
         ("train org/none", "or a pretrained directory, or a model on the Hub; {url} has none of this name"),
         ("train org/gated", "it is gated: ask for access on {url}/org/gated, then `hf auth login`"),
         ("train no/such/path", "(step_N) or of a run, or a pretrained directory\n"),
+        (
+            "merge with none",
+            "--base = 'org/none': the directory of the adapters' base, or a model on the Hub; {url} has",
+        ),
+        ("generate by none", "RUN_DIR = 'org/none': a directory left by `axonn-jax train` or `convert`, or a model on"),
+        ("evaluate without a file", "--out = (not given): a file: 'org/llama' is no directory, but a name on the Hub"),
         ("no split", "--split = 'valid': a split with tables or JSON Lines; --include names other files"),
         ("no such split", "--split = 'small/valid': one of train, held"),
         ("no such config", "--split = 'huge/train': CONFIG/train, with CONFIG one of small, large"),

@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 
 import axonn_jax as ax
+from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 
 WIDTH, ROWS, STEPS = 8, 24, 3
@@ -152,6 +153,18 @@ def test_a_loss_is_that_of_one_device(name, capfd):
     assert ("rows: " in capfd.readouterr().err) == (way != "parts")
     if loss is masked:
         assert float(steps[0]["aux"]["rows"]) == batch["mask"].sum()
+
+
+def test_parts_that_are_asked_for_and_fail_are_one_line():
+    """A layer in `jax.vmap` fails there, by jax; what is the loss's own fault stays as it is."""
+
+    def step(loss):
+        return ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(ALL), loss=loss, rows="parts").step(X)
+
+    with pytest.raises(UserError, match=r"^rows = 'parts': auto or whole: in parts of the rows the loss fails: Val"):
+        step(each_row)
+    with pytest.raises(KeyError, match=r"^'mask'"):
+        step(lambda model, batch: square(model, batch) * {}["mask"])
 
 
 @pytest.mark.parametrize("axes", [GridShape(), GridShape(data=2)], ids=grids.name)

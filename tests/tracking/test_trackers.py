@@ -11,7 +11,7 @@ import pytest
 
 import axonn_jax as ax
 from axonn_jax.errors import UserError
-from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, known_run, read_metrics
+from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, read_metrics, started
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, own_tracker
 
 
@@ -140,27 +140,46 @@ class Kept:
         self.told.append(status)
 
 
-def run_of(folder, steps, resumed=0, last_evaluated=()):
-    """What a tracker is told of a run of these steps, beside metrics.jsonl."""
-    lines, kept = JsonLines(), Kept()
-    run, told = known_run(folder, {}, resumed)
-    with Trackers(
-        [RunTracker("log.dir", "", lines, once=False), RunTracker("log.tracker", "", kept)], run, told, print
-    ) as log:
+def run_of(folder, steps, resumed=0, last_evaluated=(), names="a"):
+    """What each tracker is told of a run of these steps, beside metrics.jsonl."""
+    told = [Kept() for _ in names]
+    asked = [RunTracker("log.tracker", name, kept) for name, kept in zip(names, told, strict=True)]
+    with started([RunTracker("log.dir", "", JsonLines(), once=False), *asked], folder, {}, resumed, print) as log:
         for step in steps:
             log.log(step, loss=1.0 / step)
             if step in last_evaluated:
                 log.log(step, eval_loss=2.0)
                 log.log(step, samples=[{"text": "x"}])
-    return kept.told
+    return [kept.told for kept in told]
+
+
+def test_a_tracker_that_is_added_when_a_run_goes_on_is_told_of_the_steps_before(tmp_path):
+    """Killed behind step 5 of which step 3 was saved, then behind 4; one is added, then the first is left out."""
+    run_of(tmp_path, range(1, 6), last_evaluated=[3], names="a")
+    first, second = run_of(tmp_path, range(4, 5), resumed=3, names="ab")
+    assert first[1:-1] == []
+    assert second[1:-1] == [*((n, "loss") for n in (1, 2, 3)), (3, "eval_loss"), (4, "loss")]
+    assert run_of(tmp_path, range(4, 7), resumed=3, names="b")[0][1:-1] == [(5, "loss"), (6, "loss")]
+    first, second = run_of(tmp_path, range(7, 8), resumed=6, names="ab")
+    assert first[1:-1] == [(6, "loss"), (7, "loss")]
+    assert second[1:-1] == [(7, "loss")]
+
+
+def test_a_tracker_that_did_not_start_is_told_of_the_steps_before_when_it_does(tmp_path):
+    run_of(tmp_path, range(1, 3), names="")
+    failing = Kept()
+    failing.fails = "start"
+    with pytest.raises(UserError, match="no server"):
+        started([RunTracker("log.tracker", "a", failing)], tmp_path, {}, 2, print)
+    assert run_of(tmp_path, range(3, 4), resumed=2)[0][1:-1] == [(1, "loss"), (2, "loss"), (3, "loss")]
 
 
 def test_a_run_that_is_killed_and_resumed_twice_tells_each_step_once(tmp_path):
     """Killed behind steps 7 and 5 of which step 4 was saved: the second death is of lines that were dropped."""
-    first = run_of(tmp_path, range(1, 8), last_evaluated=[4])
+    (first,) = run_of(tmp_path, range(1, 8), last_evaluated=[4])
     (tmp_path / "samples.jsonl").write_text('{"step": 4, "text": "x"}\n')
-    second = run_of(tmp_path, range(5, 6), resumed=4)
-    third = run_of(tmp_path, range(5, 10), resumed=4, last_evaluated=[8])
+    (second,) = run_of(tmp_path, range(5, 6), resumed=4)
+    (third,) = run_of(tmp_path, range(5, 10), resumed=4, last_evaluated=[8])
     assert first[0] == second[0] == third[0], "one id"
     assert first[1:-1] == [
         *((n, "loss") for n in (1, 2, 3, 4)),
@@ -171,7 +190,7 @@ def test_a_run_that_is_killed_and_resumed_twice_tells_each_step_once(tmp_path):
     assert second[1:-1] == []
     assert third[1:-1] == [(8, "loss"), (8, "eval_loss"), (8, "samples"), (9, "loss")]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9]
-    anew = run_of(tmp_path, range(1, 3))
+    (anew,) = run_of(tmp_path, range(1, 3))
     assert anew[0] != first[0]
     assert anew[1:] == [(1, "loss"), (2, "loss"), 0]
 
@@ -179,21 +198,21 @@ def test_a_run_that_is_killed_and_resumed_twice_tells_each_step_once(tmp_path):
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"id": 3}', b"\xff", b'{"id": "x", "told": {"loss": "a"}}'])
 def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one(damage, tmp_path):
     (tmp_path / FACTS).write_bytes(damage)
-    run, _ = known_run(tmp_path, {}, 3)
-    assert len(run.id) == 8
+    ((run_id, _),) = run_of(tmp_path, (), resumed=3)
+    assert len(run_id) == 8
 
 
 def test_facts_that_cannot_be_written_are_one_line(tmp_path):
     (tmp_path / FACTS).mkdir()
     with pytest.raises(UserError, match=r"a directory that tracked.json can be written in; Is a directory$"):
-        known_run(tmp_path, {}, 0)
+        started([], tmp_path, {}, 0, print)
 
 
 def test_a_tracker_that_fails_is_a_line_and_no_run_ends(tmp_path):
     failing, kept, said = Kept(), Kept(), []
     failing.fails = "log"
     asked = [RunTracker("log.tracker", "own:Mine", failing), RunTracker("log.wandb", "p", kept)]
-    with Trackers(asked, RunFacts(tmp_path, "id"), {}, said.append) as log:
+    with Trackers(asked, RunFacts(tmp_path, "id"), said.append) as log:
         log.log(1, loss=1.0)
         log.log(2, loss=1.0)
     assert said == ["warning: log.tracker = 'own:Mine': ConnectionError: gone; nothing more is sent there"]
@@ -205,7 +224,7 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path):
     failing = Kept()
     failing.fails = "start"
     with pytest.raises(UserError, match=r"log.tracker = 'own:Mine': a tracker that starts; RuntimeError: no server$"):
-        Trackers([RunTracker("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), {}, print)
+        Trackers([RunTracker("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), print)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +262,14 @@ def test_a_loop_of_ones_own_that_cannot_be_tracked(tmp_path):
 
 
 def test_a_loop_of_ones_own_is_tracked(tmp_path):
-    grid, kept = ax.init(), Kept()
-    with ax.tracked(grid, tmp_path / "own", kept, config={"lr": 0.1}) as log:
+    grid, kept, other = ax.init(), Kept(), Kept()
+    with ax.tracked(grid, tmp_path / "own", kept, other, config={"lr": 0.1}) as log:
+        log.log(0, eval_loss=5.0)  # of weights that a run begins with
         log.log(1, loss=jnp.float32(2.0))  # as a Trainer's step returns it
         log.log(2, loss=np.float32(3.0))
-    assert read_metrics(tmp_path / "own") == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 3.0}]
-    assert kept.told[1:] == [(1, "loss"), (2, "loss"), 0]
+    assert read_metrics(tmp_path / "own") == [
+        {"step": 0, "eval_loss": 5.0},
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 3.0},
+    ]
+    assert kept.told[1:] == other.told[1:] == [(0, "eval_loss"), (1, "loss"), (2, "loss"), 0]

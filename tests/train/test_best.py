@@ -6,8 +6,10 @@ import pytest
 from launched import command, finished, write_config
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
-from axonn_jax.tracking.files import read_metrics
-from axonn_jax.train.metrics import Best
+from axonn_jax.distributed.host_sync import LocalSync
+from axonn_jax.tracking.files import JsonLines, read_metrics
+from axonn_jax.tracking.tracker import RunFacts
+from axonn_jax.train.metrics import Best, held_out_losses
 
 
 def test_the_lowest_is_counted():
@@ -17,6 +19,17 @@ def test_the_lowest_is_counted():
     assert (best.step, best.since) == (10, 1)
     never = Best([(1, math.nan)])
     assert (never.step, never.since) == (0, 1)
+
+
+def test_an_evaluation_that_was_not_finite_counts_when_a_run_goes_on(tmp_path):
+    log = JsonLines()
+    log.start(RunFacts(tmp_path, ""))
+    for step, loss in ((2, 3.0), (4, math.nan), (6, math.inf)):
+        log.log(step, {"loss": 1.0})
+        log.log(step, {"eval_loss": loss})
+    log.finish()
+    best = Best(held_out_losses(tmp_path, LocalSync()))
+    assert (best.step, best.loss, best.since) == (2, 3.0, 2)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class Calibrate:
     """The machine file."""
     rounds: Positive = 5
     """Timed repetitions of everything; their median counts."""
-    seq: Positive = 1024
+    seq_len: Positive = 1024
     """Sequence length of the measured attention."""
     head_dim: Positive = 64
     """Features of a head."""
@@ -133,7 +133,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
         lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
     slower = max(1.0, on_device.largest(lone, together) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
-    heads = max(1, 8192 // args.seq)
+    heads = max(1, 8192 // args.seq_len)
     asked = compat.attention_device(device, alone=True)
     figures = {
         "device": device.device_kind,
@@ -142,9 +142,9 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
         "matmul_flops_per_s": matmuls,
         "lone_over_all": slower,
         "attention_share": on_device.attention_share(
-            together, dtypes[dtype], peak, (1, args.seq, heads, args.head_dim), rounds
+            together, dtypes[dtype], peak, (1, args.seq_len, heads, args.head_dim), rounds
         ),
-        "attention_kernel": choose_form("auto", asked, dtypes[dtype].dtype.name, args.head_dim, args.seq).kernel,
+        "attention_kernel": choose_form("auto", asked, dtypes[dtype].dtype.name, args.head_dim, args.seq_len).kernel,
         "light_bytes_per_s": on_device.light_rate(together, _CPU_TOKENS if cpu else _TOKENS, rounds),
         "update_bytes_per_s": on_device.update_rate(together, rounds),
         "memory_bytes_per_s": on_device.memory_rate(together, rounds),

@@ -20,6 +20,7 @@ from axonn_jax.evaluate.metrics import Definition
 from axonn_jax.evaluate.sandbox import Limits, check_sandbox
 from axonn_jax.evaluate.suite import MODELS, Problem, problems
 from axonn_jax.grid import GridShape
+from axonn_jax.models.huggingface.hub import hub_name
 from axonn_jax.terminal import Ticker, printable, say
 
 _OF_A_MODEL = ("base", "template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
@@ -36,7 +37,8 @@ class Evaluate:
     """
 
     run_dir: Annotated[Path | None, Arg(positional="RUN_DIR")] = None
-    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's; where there is no such path, a
+    model on the Hub, as org/name or org/name@revision, with --out."""
     base: Path | None = None
     """The base of the adapters in RUN_DIR, if it is not where they say."""
     suite: str = "mini"
@@ -199,6 +201,8 @@ def _of_suite(args: Evaluate, known: list[Problem], entries: list[Entry]) -> lis
 
 def _out(args: Evaluate, default: Path) -> Path:
     out = args.out or default
+    if args.out is None and args.run_dir is not None and hub_name(args.run_dir):
+        raise UserError("--out", NOT_GIVEN, f"a file: {str(args.run_dir)!r} is no directory, but a name on the Hub")
     folder = out.parent.is_dir()
     if out.is_dir() or (args.out and not folder) or (folder and not os.access(out.parent, os.W_OK)):
         raise UserError("--out", str(out), "a file in a directory that exists and can be written")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonn_jax.cli.generate import tokenizer_of
+from axonn_jax.cli.generate import directories, tokenizer_of
 from axonn_jax.errors import UserError, as_flags
 from axonn_jax.terminal import Ticker, libraries_on_stderr
 
@@ -19,7 +19,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
 
     Args:
         args: The command line.
-        run_dir: Directory of the model.
+        run_dir: Directory of the model, or its name on the Hub.
         prompts: ParEval's prompts.
         alone: True to refuse a run of several processes.
 
@@ -36,6 +36,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     with as_flags("sampling"):
         sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     check_grid(args.grid)
+    run_dir, base = directories(run_dir, args.base)
     shape = shape_of(run_dir, "RUN_DIR")
     on_grid(shape, args.grid)
     tokenizer, entries = tokenizer_of(run_dir, shape.vocab)
@@ -55,7 +56,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     replicas = args.grid.batch_shards
     slots = -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
     with Ticker(_NOW) as ticker:
-        generator = Generator(run_dir, grid, base=args.base, slots=slots, stops=stops, limit=entries)
+        generator = Generator(run_dir, grid, base=base, slots=slots, stops=stops, limit=entries)
         texts = continuations(
             generator,
             tokenizer,

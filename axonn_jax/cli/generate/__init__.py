@@ -21,7 +21,8 @@ class Generate:
     """Continue prompts with the weights of a run directory, with a key/value cache on a grid of data, y and x."""
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
-    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's; where there is no such path, a
+    model on the Hub, as org/name or org/name@revision."""
     base: Path | None = None
     """The base of the adapters in RUN_DIR, if it is not where they say."""
     prompt: str | None = None
@@ -67,6 +68,14 @@ class Generate:
     """Print a JSON object a text instead of streaming texts."""
 
 
+def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
+    """Return RUN_DIR and --base, in the place of names on the Hub their directories in its cache."""
+    from axonn_jax.models.huggingface.hub import found
+
+    run_dir = found(run_dir, "RUN_DIR", "a directory left by `axonn-jax train` or `convert`")
+    return run_dir, base and found(base, "--base", "the directory of the adapters' base")
+
+
 def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
     """Return the tokenizer of a directory and its number of entries, at most `vocab`: no text has those beyond."""
     from axonn_jax.data.tokenize import load
@@ -102,6 +111,8 @@ def run(args: Generate) -> int:
         raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
     check_grid(args.grid)
+    run_dir, base = directories(args.run_dir, args.base)
+    args = replace(args, run_dir=run_dir, base=base)
     shape = shape_of(args.run_dir, "RUN_DIR")
     made = on_grid(shape, args.grid)
     if (rule := shape.attention_rule(0)) != EVERY_TOKEN and args.attention != "full":

@@ -101,7 +101,7 @@ def loss_job(
 
     def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
         zero, _, dtypes = masters(memory, grid, apart=forms is not None)
-        made = program(forms, dtypes, zero=zero, way=proof.way)
+        made = program(forms, dtypes, zero=zero, way=proof.way, asked=rows == "parts")
         separate = dtypes.master_weights or zero or offloads or forms is not None
         return unstacked(parts), made, TrainStep(made, optimizer, clip, separate)
 

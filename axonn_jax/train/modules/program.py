@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.pooling import with_sliced_pooling
+from axonn_jax.errors import UserError, first_line
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.parallelize.convolution import check_grouped
@@ -53,6 +54,8 @@ class LossProgram(OnMesh):
     model: Apart = field(kw_only=True)
     weight: Weight | None = field(default=None, kw_only=True)
     way: Way = field(default="parts", kw_only=True)
+    asked: bool = field(default=False, kw_only=True)
+    """True if the user chose the way."""
 
     sub_batches = 1
     """Rows of a microbatch run together."""
@@ -156,7 +159,14 @@ class LossProgram(OnMesh):
             return local(own, carried, batch, shares, 0, key, scale), weight
         shares, weight = self._shares(batch, 2)
         side_by_side = self._on_devices if self._manual else self._mapped
-        return side_by_side(lambda *own: local(*own, key, scale), dense, carried, batch, shares), weight
+        try:
+            return side_by_side(lambda *own: local(*own, key, scale), dense, carried, batch, shares), weight
+        except Exception as error:  # of jax's manual axes, where the model maps a layer by jax.vmap, or of the loss
+            if self.asked and not isinstance(error, UserError):
+                replace(self, way="whole").forward(params, carried, batch, key, training=True)  # raises the loss's own
+                accepted = f"auto or whole: in parts of the rows the loss fails: {first_line(error)}"
+                raise UserError("rows", "parts", accepted) from error
+            raise
 
     @property
     def _manual(self) -> bool:
