@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError, first_line
@@ -210,7 +210,7 @@ def _grids(devices: int, rows: int, machine: Machine, left_out: Counter[str]) ->
 
 def _planned(module: nnx.Module, loss: Loss, batch: Any, shape: GridShape, machine: Machine) -> PlannedGrid:
     sizes = {axis: int(getattr(shape, axis)) for axis in MESH_AXES}
-    mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES)
+    mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
     def call(model: Any) -> Any:
         return _value(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
