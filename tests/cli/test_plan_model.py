@@ -216,6 +216,10 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, text, words):
         (["--train.ema", "0.9", "--grid.pipe", "2"], "train.ema = 0.9: 0 where grid.pipe is above 1"),
         (["--train.ema", "0.9", "--pipeline.virtual_stages", "2"], "train.ema = 0.9: 0 where grid.pipe is above 1"),
         (["--lora.rank", "8", "--prune.density", "0.5"], "lora.rank = 8: 0 where weights are pruned"),
+        (
+            ["--train.optimizer", "muon", "--prune.density", "0.5"],
+            "train.optimizer = 'muon': adamw or adam or sgd or lion",
+        ),
         (["--moe.dispatch", "capacity"], "moe.dispatch = 'capacity': gather in a model without model.experts"),
         (
             ["--memory.resident", "8GB", "--memory.offload", "none"],
