@@ -1,9 +1,7 @@
 """`ax.plan`: the grids on which a Flax model of one's own can be trained, by predicted time of a step."""
 
-import gc
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -132,12 +130,11 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
     module, given = module_of(model), batch_of(batch)
     check_loss(module, loss, given.shapes)
     made, left_out = list[PlannedGrid](), Counter[str]()
-    with without_mesh(), Ticker("tracing grids") as ticker, _uncollected():
+    with without_mesh(), Ticker("tracing grids") as ticker:
         grids = list(_grids(devices, given.rows, where, left_out))
         for at, shape in enumerate(grids):
             ticker.now(f"tracing grid {at + 1} of {len(grids)}")
             made.append(_planned(module, loss, given, shape, where))
-            gc.collect()  # a trace is full of circles
     limit = where.device.program_bytes * (1.0 - _SHORT)
     fits = sorted((one for one in made if one.memory_bytes <= limit), key=lambda one: one.step_s)
     large = sorted((one for one in made if one.memory_bytes > limit), key=lambda one: one.memory_bytes)
@@ -148,18 +145,6 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
     first = min(alike, key=lambda one: (len(one.sizes), one.grid.y * one.grid.x, one.grid.z))
     title = f"{type(module).__name__} on {devices} x {where.device.kind}, {given.rows} rows a step, {where.half}"
     return ModelPlan((first, *(one for one in fits if one is not first)), tuple(large), left_out, title, limit)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hold back the garbage collector, which looks through all traced programs time and again: a third of the time."""
-    held = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if held:
-            gc.enable()
 
 
 def _listed(reasons: Mapping[str, int]) -> str:
