@@ -1,6 +1,6 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -160,13 +160,7 @@ def ask(args: PlanFlags) -> Question:
         optimizer=model.optimizer, average=config.train.ema > 0.0, packed=model.packed,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
-    space = _space(args)
-    ways = [offload for offload in space.offload if model.takes(offload=offload)] or space.offload[:1]
-    model.check(space.axes.get("pipe", 1 if (args.virtual_stages or 1) == 1 else 2), ways[0])
-    space = replace(space, offload=tuple(ways))
-    if not model.takes(2, ways[0]):
-        space = replace(space, axes={"pipe": 1, **space.axes})
-    return Question(request, args.devices, space, limit, model)
+    return Question(request, args.devices, model.within(_space(args)), limit, model)
 
 
 def _space(args: PlanFlags) -> SearchSpace:

@@ -15,6 +15,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.options import Optimizer
+from axonn_jax.planner.space import SearchSpace
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import loads, read, split_argv
 from axonn_jax.train.rules import Chosen, check_rules
@@ -54,6 +55,14 @@ class NamedModel(NamedTuple):
             self.check(pipe, offload)
             return True
         return False
+
+    def within(self, space: SearchSpace) -> SearchSpace:
+        """Return the part of a search that the configuration's settings allow; raise ``UserError`` where none is."""
+        ways = [offload for offload in space.offload if self.takes(offload=offload)] or space.offload[:1]
+        pipes = space.virtual_stages[0] > 1  # one is asked for
+        self.check(space.axes.get("pipe", 2 if pipes else 1), ways[0])
+        alone = {} if self.takes(2, ways[0]) else {"pipe": 1}
+        return replace(space, axes={**alone, **space.axes}, offload=tuple(ways))
 
     @property
     def optimizer(self) -> Optimizer | None:
