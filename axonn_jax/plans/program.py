@@ -226,6 +226,8 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 def _sums_rows(eqn: Any) -> bool:
     """Return True if a matmul or convolution adds up over the first dimension of its first operand, as of the rows."""
+    if eqn.primitive.name.startswith("ragged_dot"):
+        return 0 in eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive.name == "dot_general":
         return 0 in numbers[0][0]

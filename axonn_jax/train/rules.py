@@ -89,6 +89,8 @@ RULES = (
     Rule("lora.rank", (0,), PRUNED),
     Rule("train.ema", (0,), PIPE),
     Rule("train.ema", (0,), PRUNED),
+    # Adafactor and Muon look at whole matrices, of which pruning leaves some entries.
+    Rule("train.optimizer", ("adamw", "adam", "sgd", "lion", "adamw_bf16"), PRUNED),
     Rule("grid.pipe", (1,), LOSS, "; a list of layers in ax.models.SequenceModel runs in a pipeline"),
     Rule("grid.expert", (1,), LOSS),
     *_defaults(

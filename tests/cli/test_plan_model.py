@@ -169,6 +169,19 @@ def test_the_command_leaves_no_setting_of_the_file_that_was_not_planned(tmp_path
         assert (config.grid.pipe, config.memory.offload, config.memory.zero) == (1, "none", 0)  # as ema asks
 
 
+def test_a_files_pipeline_and_offloaded_state_are_as_planned_and_no_flag_is_said_twice(tmp_path, capsys):
+    file = tmp_path / "own.toml"
+    file.write_text(
+        OWN + '[pipeline]\nvirtual_stages = 4\nin_flight = 3\n[memory]\nresident = "8GB"\noffload = "optimizer"\n'
+    )
+    for best in planned(capsys, "--model", str(file), "--grid.pipe", "2", "--train.global-batch=128")["configs"]:
+        pipeline = settled(best["command"]).pipeline
+        assert pipeline.virtual_stages == best["virtual_stages"]
+        assert pipeline.in_flight in (0, best["in_flight"])
+        assert best["offload"] == "optimizer"  # as resident asks
+        assert best["command"].replace("-batch", "_batch").count("--train.global_batch") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -198,6 +211,20 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, text, words):
         (["--model.heads", "7"], "model.heads = 7: "),
         (["--zero", "1"], "--zero = '1': not a flag of axonn-jax plan; did you mean '--memory.zero'?"),
         (["--lora.rank"], "lora.rank = (not given): "),
+        (["--train.global-batch", "64", "--batch-tokens", "4Mi"], "--batch-tokens = '4Mi': left out beside"),
+        (["--model.preset", "gpt2"], "--model.preset = 'gpt2': left out, as --model names a preset"),
+        (["--train.ema", "0.9", "--grid.pipe", "2"], "train.ema = 0.9: 0 where grid.pipe is above 1"),
+        (["--train.ema", "0.9", "--pipeline.virtual_stages", "2"], "train.ema = 0.9: 0 where grid.pipe is above 1"),
+        (["--lora.rank", "8", "--prune.density", "0.5"], "lora.rank = 8: 0 where weights are pruned"),
+        (
+            ["--train.optimizer", "muon", "--prune.density", "0.5"],
+            "train.optimizer = 'muon': adamw or adam or sgd or lion",
+        ),
+        (["--moe.dispatch", "capacity"], "moe.dispatch = 'capacity': gather in a model without model.experts"),
+        (
+            ["--memory.resident", "8GB", "--memory.offload", "none"],
+            "memory.resident = '8GB': auto where memory.offload",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line(capsys, flags, words):

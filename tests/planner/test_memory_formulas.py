@@ -1,11 +1,15 @@
 """Memory by formula against the published tables, tensor by tensor."""
 
+import jax
 import pytest
 
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
+from axonn_jax.ops.language import Param
 from axonn_jax.planner import memory
 from axonn_jax.planner.block_memory import block_activations
+from axonn_jax.train.config import TrainConfig
+from axonn_jax.train.optimizer import OPTIMIZERS, averaging, make_optimizer
 
 PHI = 1e9
 
@@ -71,3 +75,21 @@ def test_axes_split_what_they_shard():
     stream = 4 * shape.hidden * 2
     assert whole - over_x == pytest.approx(stream / 2)
     assert whole - over_y == pytest.approx((whole - stream) / 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_state_is_what_optax_keeps(name):
+    """But for counts of steps and Adafactor's placeholders, of 4 bytes a parameter; beside it an average of all."""
+    shapes = {
+        "blocks.mlp.up.kernel": (256, 512), "blocks.attn.o.kernel": (64, 640), "embedding.table": (300, 256),
+        "blocks.norm.scale": (256,), "blocks.experts.up.kernel": (4, 128, 256), "blocks.experts.odd": (200, 16, 150),
+    }  # fmt: skip
+    params = {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()}
+    optimizer = make_optimizer(TrainConfig(optimizer=name))
+    kept, averaged = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one.init, params)))
+        for one in (optimizer, averaging(optimizer, 0.9))
+    )
+    counted = sum(memory.state_item(name, Param(key, shape)) * params[key].size for key, shape in shapes.items())
+    assert kept == pytest.approx(counted, abs=64)
+    assert averaged - kept == sum(memory.AVERAGE * one.size for one in params.values())

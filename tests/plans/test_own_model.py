@@ -1,11 +1,13 @@
 """`ax.plan` for Flax models of one's own: beside compiled steps, with little memory, with wrong arguments."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import optax
 import pytest
 from compiled.common import mesh_sizes, text_of
-from flax import nnx
+from flax import linen, nnx
 from hlo.collectives import collectives, totals
 
 import axonn_jax as ax
@@ -37,6 +39,19 @@ class Text(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Odd(nnx.Module):
+    """A layer, experts by a grouped matmul, and a parameter of a dtype of its own."""
+
+    def __init__(self, dtype):
+        self.table, self.more = nnx.Embed(VOCAB, 16, rngs=nnx.Rngs(0)), nnx.Param(np.zeros(3, dtype))
+        self.experts = nnx.Param(np.zeros((4, 16, VOCAB), np.float32))
+
+    def __call__(self, ids):
+        x = self.table(ids).reshape(-1, 16)
+        sizes = jax.numpy.full(4, len(x) // 4, "int32")
+        return jax.lax.ragged_dot(x, self.experts[...], sizes).reshape(*ids.shape, VOCAB)
 
 
 def loss(model, batch):
@@ -123,6 +138,17 @@ def test_a_model_too_large_for_a_device_is_split():
         ({"batch": {"x": np.zeros((4, SEQ, 1))}}, "batch = 'float32[4, 32, 1]': a batch for the loss, which raises "),
         ({"loss": lambda model, batch: model(batch["x"])}, "a function that returns a number"),
         ({"batch": {}}, "batch = 'no array': "),
+        ({"batch": tokens() | {"name": "text"}}, "batch['name'] = 'str': an array of numbers"),
+        ({"batch": tokens() | {"scale": 2.0}}, "ax.replicated(array) for one without rows"),
+        ({"batch": tokens(0)}, "batch = '(0, 32), (0, 32)': "),
+        ({"loss": lambda model, batch: 1}, "a function that returns a number"),
+        ({"model": None}, "model = 'NoneType': a flax.nnx.Module"),
+        ({"model": Text}, "model = 'Text': a function that makes a flax.nnx.Module and its nnx.Rngs"),
+        ({"model": partial(Text, nnx.Rngs(0))}, "its nnx.Rngs; this one raises TraceContextError"),
+        ({"model": linen.Dense(4)}, "model = 'Dense': a flax.nnx.Module, or a function that makes one; Linen models"),
+        ({"model": {"params": {"kernel": np.zeros((4, 4))}}}, "Linen models are not planned"),
+        ({"model": lambda: Odd(np.complex64)}, "model = 'parameter more of complex64': float32 or half precision"),
+        ({"devices": 10**9}, "devices = 1000000000: an integer of at least 1 and at most 1,048,576"),
         (
             {"batch": {"x": np.zeros((4, SEQ)), "y": np.zeros((5, SEQ))}},
             "batch = '(4, 32), (5, 32)': arrays of the same",
@@ -143,3 +169,22 @@ def test_a_model_of_arrays_is_planned_as_its_function_and_stays(planned):
     again = ax.plan(model, loss, tokens(), machine="laptop", devices=4)
     assert [one.step_s for one in again.grids] == [one.step_s for one in planned.grids]
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+def test_grouped_matmuls_integer_parameters_and_arrays_without_rows():
+    """The grouped matmul's FLOPs are three dense ones of its rows, on any grid a device's share."""
+
+    def scaled(model, batch):
+        return batch["scale"] * loss(model, batch)[0]
+
+    batch = tokens() | {"scale": ax.replicated(np.float32(2.0))}
+    found = ax.plan(lambda: Odd(np.int32), scaled, batch, machine="dgx-h100", devices=4)
+    assert {one.grid for one in found.grids} >= {GridShape(data=4), GridShape(z=4), GridShape(y=4)}
+    seconds = {str(one.sizes): one.compute_s for one in found.grids}
+    alone = ax.plan(lambda: Odd(np.int32), scaled, batch, machine="dgx-h100", devices=1).best.compute_s
+    assert alone / 4 < seconds["{'data': 4}"] < alone / 2
+
+
+def test_a_plan_inside_jit_is_one_line():
+    with pytest.raises(UserError, match=r"ax\.plan = 'a call inside jax\.jit': a call outside of it"):
+        jax.jit(lambda: ax.plan(made, loss, tokens(), machine="laptop", devices=2).best.step_s)()

@@ -1,6 +1,6 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -143,7 +143,7 @@ def ask(args: PlanFlags) -> Question:
     shape, config = model.shape, model.config
     batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:
-        if any(word.startswith("--train.global_batch") for word in args.settings):
+        if model.batched:
             raise UserError("--batch-tokens", args.batch_tokens, "left out beside --train.global_batch")
         batch = sequences(args.batch_tokens, shape.seq_len)
     if args.sequence_parallel and args.residual_comm == "gather":
@@ -160,10 +160,7 @@ def ask(args: PlanFlags) -> Question:
         optimizer=model.optimizer, average=config.train.ema > 0.0, packed=model.packed,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
-    space = _space(args)
-    if not model.pipes:
-        space = replace(space, axes={"pipe": 1, **space.axes})
-    return Question(request, args.devices, space, limit, model)
+    return Question(request, args.devices, model.within(_space(args)), limit, model)
 
 
 def _space(args: PlanFlags) -> SearchSpace:
@@ -244,7 +241,8 @@ def command(named: NamedModel, request: PlanRequest, candidate: Candidate) -> st
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {named.words}"]
     own = named.config
     words += [f"--grid.{a} {getattr(grid, a)}" for a in GRID_AXES if getattr(grid, a) != getattr(own.grid, a)]
-    words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
+    words += [] if named.batched else [f"--train.global_batch {request.batch}"]
+    words.append(f"--train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
     offload = "optimizer" if candidate.offload else "none"
     memory = {"reshard_after": candidate.reshard_after, "offload": offload, "zero": candidate.zero}
@@ -258,8 +256,8 @@ def command(named: NamedModel, request: PlanRequest, candidate: Candidate) -> st
         arrival = isinstance(request.schedule(candidate), ByArrival)
         unsplit = arrival and not request.split and own.pipeline.split_backward
         words += ["--pipeline.split_backward false"] if unsplit else []
-        words += [f"--pipeline.virtual_stages {candidate.virtual_stages}"] if candidate.virtual_stages > 1 else []
-        words += [f"--pipeline.in_flight {candidate.in_flight}"] if candidate.in_flight else []
+        planned = {"virtual_stages": candidate.virtual_stages, "in_flight": candidate.in_flight}
+        words += [f"--pipeline.{key} {new}" for key, new in planned.items() if getattr(own.pipeline, key) != new]
     return " ".join(word for word in words if word)
 
 

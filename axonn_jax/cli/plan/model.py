@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.options import Optimizer
+from axonn_jax.planner.space import SearchSpace
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import loads, read, split_argv
 from axonn_jax.train.rules import Chosen, check_rules
@@ -38,15 +39,30 @@ class NamedModel(NamedTuple):
     """Sequences a step; None where neither a configuration nor a flag says."""
     packed: bool = False
     """True if its data is packed rows."""
+    batched: bool = False
+    """True if the words say the sequences of a step."""
 
-    @property
-    def pipes(self) -> bool:
-        """False where settings of the configuration are refused in a pipeline."""
+    def check(self, pipe: int = 1, offload: bool = False) -> None:
+        """Raise ``UserError`` where settings of the configuration are refused beside these choices, or each other."""
         own = self.config
+        memory = replace(own.memory, offload="optimizer" if offload else "none", reshard_after="forward")
+        rest = (own.tensor, own.prune, own.lora, own.moe, own.train)
+        check_rules(Chosen(GridShape(pipe=pipe), memory, *rest, experts=self.shape.experts > 0))
+
+    def takes(self, pipe: int = 1, offload: bool = False) -> bool:
+        """Return False where `check` raises."""
         with suppress(UserError):
-            check_rules(Chosen(GridShape(pipe=2), tensor=own.tensor, prune=own.prune, train=own.train))
+            self.check(pipe, offload)
             return True
         return False
+
+    def within(self, space: SearchSpace) -> SearchSpace:
+        """Return the part of a search that the configuration's settings allow; raise ``UserError`` where none is."""
+        ways = [offload for offload in space.offload if self.takes(offload=offload)] or space.offload[:1]
+        pipes = space.virtual_stages[0] > 1  # one is asked for
+        self.check(space.axes.get("pipe", 2 if pipes else 1), ways[0])
+        alone = {} if self.takes(2, ways[0]) else {"pipe": 1}
+        return replace(space, axes={**alone, **space.axes}, offload=tuple(ways))
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -69,7 +85,7 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     for key, value in flags:
         if key in CHOSEN:
             raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {CHOSEN[key]}")
-    batched = any(key == "train.global_batch" for key, _ in flags)
+    said = any(key == "train.global_batch" for key, _ in flags)
     if path.is_dir() and is_pretrained(path):
         shape = shape_of(path, "--model")
         default = {f.name: f.default for f in fields(ModelShape)} | {"kv_heads": shape.heads, "ffn": 4 * shape.hidden}
@@ -77,7 +93,7 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
         own |= {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "seq_len": shape.seq_len}
         sizes = " ".join(f"--model.{key} {str(value).lower()}" for key, value in own.items())
         config = loads("", [*split_argv(sizes.split())[1], *flags])
-        return _named(config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {sizes} {words}", name, batched)
+        return _named(config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {sizes} {words}", name, said)
     if not path.is_dir() and not (path.suffix == ".toml" and path.exists()):
         if name not in preset_names():
             try:
@@ -85,16 +101,18 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
             except UserError as error:
                 kinds = "a configuration (.toml), the directory of a run or of a Hugging Face model"
                 raise UserError("--model", name, f"{kinds}, or {error.accepted}") from None
+        if other := dict(flags).get("model.preset"):
+            raise UserError("--model.preset", other, "left out, as --model names a preset")
         config = loads("", [("model.preset", name), *flags])
-        return _named(config, f"CONFIG.toml --model.preset {name} {words}", name, batched)
+        return _named(config, f"CONFIG.toml --model.preset {name} {words}", name, said)
     file = path / CONFIG if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise UserError("--model", name, f"a directory with {CONFIG} (a run) or config.json (a Hugging Face model)")
-    return _named(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), batched=True)
+    return _named(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), said, own=True)
 
 
-def _named(config: Config, words: str, source: str, batched: bool) -> NamedModel:
-    """Return the model of a configuration, whose batch counts if it is `batched`."""
+def _named(config: Config, words: str, source: str, batched: bool, own: bool = False) -> NamedModel:
+    """Return the model of a configuration, whose batch counts if the words say it or the configuration is its `own`."""
     config.lora.check()
     places = [Path(place) for place in (config.data.path, *config.data.mix) if place]
     known = next((place for place in places if (place / MANIFEST).is_file()), None)
@@ -103,5 +121,5 @@ def _named(config: Config, words: str, source: str, batched: bool) -> NamedModel
         raise UserError("model.vocab", NOT_GIVEN, f"given in {source}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=data.vocab if data else None)
     check_shape(shape, config.lora)
-    batch = config.train.global_batch if batched else None
-    return NamedModel(shape, words.rstrip(), config, batch, data is not None and data.packed)
+    batch = config.train.global_batch if batched or own else None
+    return NamedModel(shape, words.rstrip(), config, batch, data is not None and data.packed, batched)
