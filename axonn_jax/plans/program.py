@@ -107,7 +107,8 @@ class _Walk:
         known: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
 
         def of(var: Any) -> _Array:
-            return _NOTHING if hasattr(var, "val") else known.get(var, _NOTHING)  # a literal is not hashable
+            nothing = _Array(frozenset(), 1)
+            return nothing if hasattr(var, "val") else known.get(var, nothing)  # a literal is not hashable
 
         eqns = _needed(jaxpr)
         readers = Counter(var for eqn in eqns for var in eqn.invars if not hasattr(var, "val"))
@@ -194,7 +195,7 @@ class _Walk:
         for body in inner:
             walk = _Walk(self.sizes, self.rows)
             at = len(inputs) - len(body.invars)
-            given = inputs[at:] if at >= 0 else [*inputs, *[_NOTHING] * -at]
+            given = inputs[at:] if at >= 0 else [*inputs, *[_Array(frozenset(), 1)] * -at]
             results = walk.run(body, [walk.array(0.0, one.shards) for one in given], manual=manual)
             found.append((walk.flops, walk.moved, walk.peak(results), results))
         flops, moved, most, results = max(found, key=lambda one: one[0])
@@ -208,9 +209,6 @@ class _Walk:
             self.read[buffer] = len(self.beside)
         self.beside.append(most)
         return made
-
-
-_NOTHING = _Array(frozenset(), 1)
 
 
 def _needed(jaxpr: Any) -> list[Any]:
