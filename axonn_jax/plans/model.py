@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -198,7 +198,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
     held = sum(p.size / n for p, n in zip(jax.tree.leaves(params), parts, strict=False))
     others = jax.tree.leaves(rest)
     kept = sum(v.size * v.dtype.itemsize / n for v, n in zip(others, parts[len(parts) - len(others) :], strict=True))
-    sent, seconds, unsplit = _sent(split, shape, machine)
+    sent, seconds, unsplit = _sent(split, shape, machine, half)
     rate = machine.peak(machine.half) * machine.matmul.large * machine.matmul.sustained
     light = machine.device.light_bytes_per_s or machine.device.memory_bytes_per_s
     compute = work.flops / rate + work.moved / light
@@ -213,7 +213,9 @@ def _axes(leaf: Any) -> frozenset[str]:
     return spec_axes(getattr(getattr(leaf, "sharding", None), "spec", P()))
 
 
-def _sent(model: nnx.Module, shape: GridShape, machine: Machine) -> tuple[dict[str, int], dict[str, float], float]:
+def _sent(
+    model: nnx.Module, shape: GridShape, machine: Machine, half: Any
+) -> tuple[dict[str, int], dict[str, float], float]:
     """Return bytes and seconds of a step's communication by axes, and the share of parameters that no layer splits.
 
     The communication is that of the report's layers. Of others it is taken that parameters are gathered where they are
@@ -222,6 +224,8 @@ def _sent(model: nnx.Module, shape: GridShape, machine: Machine) -> tuple[dict[s
     links, sent, seconds = GroupLinks(shape, machine), Counter[str](), dict[str, float]()
     report = sharding_report(model)
     for entry in report.entries:
+        if entry.dtype == jnp.float32:  # `Trainer` computes in half precision where a layer names no dtype
+            entry = replace(entry, dtype=half)
         moves: list[tuple[Any, Collection[str], int]] = [(one.kind, one.axes, one.bytes) for one in entry.transfers]
         if not entry.plan.sharded:
             kept = frozenset[str]().union(*(spec_axes(spec) for _, spec in entry.plan.spread))

@@ -102,6 +102,18 @@ def test_a_plan_is_a_table_whose_last_line_makes_the_grid(planned):
     assert planned.grids[0].step_s <= 1.03 * min(one.step_s for one in planned.grids)
 
 
+def test_half_precision_halves_what_layers_send_and_not_gradients():
+    """Layers' sums over `x` and `y` are of activations; those of norms' statistics and of gradients stay float32."""
+    sent = {}
+    for machine in ("laptop", "dgx-h100"):
+        found = ax.plan(made, loss, tokens(), machine=machine, devices=2)
+        sent[machine] = {str(one.sizes): sum(one.sent.values()) for one in found.grids}
+    ratios = {grid: sent["dgx-h100"][grid] / sent["laptop"][grid] for grid in sent["laptop"]}
+    assert ratios["{'data': 2}"] == 1
+    assert 0.5 <= ratios["{'y': 2}"] < 0.55
+    assert 0.5 <= ratios["{'x': 2}"] < 0.55
+
+
 def test_flops_divide_among_devices_and_grow_with_layers():
     seconds = {}
     for layers in (2, 4):
