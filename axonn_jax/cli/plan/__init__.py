@@ -169,7 +169,7 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
         lines += [f"  {rejected.grid}: {rejected.why}" for rejected in (*closest, *rules)]
     lines += [
         "",
-        "To run the first (CONFIG.toml names the data):",
+        f"To run the first (CONFIG.toml names the data{' and the base in checkpoint.weights' * request.lora.adapts}):",
         f"  {command(question.named, request, best.candidate)}",
     ]
     return "\n".join(lines)
