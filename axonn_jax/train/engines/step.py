@@ -149,7 +149,8 @@ class TrainStep:
         for name, p in parts.frozen.items():
             dtype = p.dtype if name in parts.roles else program.precisions.compute
             frozen[name] = jax.ShapeDtypeStruct(p.shape, dtype, sharding=NamedSharding(mesh, parts.specs[name]))
-        return self.jitted().lower(self.abstract(), batch, key, frozen).compile(compiler_options)
+        given = (batch, key, frozen) if frozen else (batch, key)
+        return self.jitted().lower(self.abstract(), *given).compile(compiler_options)
 
     def abstract(self) -> TrainState:
         """Shapes and layouts of the state."""
