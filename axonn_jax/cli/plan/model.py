@@ -22,9 +22,7 @@ from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
 """File of a run directory."""
-
-
-CHOSEN = {"train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it"}
+_CHOSEN = {"train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it"}
 """Settings that a plan chooses, with a hint."""
 
 
@@ -83,8 +81,8 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     """
     path, words, flags = Path(name), shlex.join(settings), split_argv(settings)[1]
     for key, value in flags:
-        if key in CHOSEN:
-            raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {CHOSEN[key]}")
+        if key in _CHOSEN:
+            raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {_CHOSEN[key]}")
     said = any(key == "train.global_batch" for key, _ in flags)
     if path.is_dir() and is_pretrained(path):
         shape = shape_of(path, "--model")
