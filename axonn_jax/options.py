@@ -244,6 +244,11 @@ def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
     return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
 
 
+def is_muons(name: str, rank: int) -> bool:
+    """Return True for a parameter that Muon updates, a matrix that is multiplied with; AdamW updates all others."""
+    return rank == 2 and name.endswith(".kernel")
+
+
 def field_docs(cls: Any) -> dict[str, str]:
     """Return the text under each field of a dataclass and its bases; of a field `of` another one the text there."""
     docs: dict[str, str] = {}

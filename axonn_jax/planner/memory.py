@@ -11,7 +11,7 @@ from typing import Literal
 from axonn_jax.backend.traits import keeps_score_gradients
 from axonn_jax.models.config import ModelShape
 from axonn_jax.ops.language import FLOAT32, Param
-from axonn_jax.options import AttentionKernel, Optimizer
+from axonn_jax.options import AttentionKernel, Optimizer, is_muons
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -53,8 +53,8 @@ def state_item(optimizer: Optimizer | None, param: Param) -> float:
     """Return the bytes of an optimizer's state for an element of a parameter; None stands for SGD without momentum."""
     if optimizer is None:
         return 0.0
-    if optimizer == "muon":  # matrices that are multiplied with have one moment, all others Adam's two
-        return 4.0 if len(param.shape) == 2 and param.name.endswith(".kernel") else ADAM
+    if optimizer == "muon":  # one moment, and Adam's two of all other parameters
+        return 4.0 if is_muons(param.name, len(param.shape)) else ADAM
     if optimizer == "adafactor":
         *_, second, largest = (1, 1, *sorted(param.shape))
         return 4.0 / second + 4.0 / largest if second >= _FACTORED else 4.0

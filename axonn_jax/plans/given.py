@@ -1,4 +1,4 @@
-"""What `ax.plan` is given: a model, its loss and a batch, as shapes, checked before any grid."""
+"""Model, loss and batch of `ax.plan` as shapes, checked before any grid is traced."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from axonn_jax.train.modules.apart import check_real, is_float
 
 Loss = Callable[..., Any]
 _FOREIGN = (TypeError, ValueError, LookupError, AssertionError, FlaxError)
-"""What a function raises for arguments that it is not made for."""
+"""Exceptions by which a user's function refuses arguments that do not fit."""
 
 
 class Batch(NamedTuple):
@@ -79,7 +79,7 @@ def batch_of(batch: Any) -> Batch:
     return Batch(shapes, rowed, *counts.pop())
 
 
-def check_loss(module: nnx.Module, loss: Loss, batch: Any) -> None:
+def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
     """Raise ``UserError`` where the loss raises for the batch, or returns no number."""
     graph, state = nnx.split(module)
     try:

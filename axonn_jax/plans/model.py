@@ -16,16 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES, MOST_DEVICES, Grid, GridShape, divisors, without_mesh
+from axonn_jax.memory.precision import precisions
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.machines.network import GroupLinks, ring_bytes
 from axonn_jax.planner.memory import ADAM, itemsize
-from axonn_jax.plans.given import Batch, Loss, batch_of, check_loss, module_of, trained, value_of
+from axonn_jax.plans.given import Batch, Loss, batch_of, check_value, module_of, trained, value_of
 from axonn_jax.plans.program import device_work
 from axonn_jax.tensor.parallelize.api import parallelize
 from axonn_jax.tensor.parallelize.report import sharding_report
 from axonn_jax.tensor.specs import spec_axes
 from axonn_jax.terminal import Ticker, table
+from axonn_jax.train.modules.job import check_loss
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,12 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
     Raises:
         UserError: An argument is wrong, or no grid fits.
     """
-    if not callable(loss):
-        raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
+    check_loss(loss)
     if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
         raise UserError("devices", devices, f"an integer of at least 1 and at most {MOST_DEVICES:,}")
     where = load_machine(str(machine)).shared(devices)
     module, given = module_of(model), batch_of(batch)
-    check_loss(module, loss, given.shapes)
+    check_value(module, loss, given.shapes)
     made, left_out = list[PlannedGrid](), Counter[str]()
     with without_mesh(), Ticker("tracing grids") as ticker:
         grids = list(_grids(devices, given.rows, where, left_out))
@@ -180,7 +181,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
     split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
     apart: Any = nnx.split(split, trained, ...)
     graph, params, rest = apart
-    half = jnp.dtype({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[machine.half])
+    half = precisions(machine.half).compute
 
     def graded(params: Any, rest: Any, rows: Any) -> Any:
         def of(params: Any) -> Any:

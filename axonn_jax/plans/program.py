@@ -1,4 +1,4 @@
-"""What one device does in a traced step: FLOPs, bytes through memory, and the most bytes at a time."""
+"""Work of one device in a traced step: FLOPs, bytes through memory, and the most bytes at a time."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ _FUSED = frozenset({
 })  # fmt: skip
 """Operations that XLA computes where their results are read, with no memory for these."""
 _DEAR = frozenset({"cos", "erf", "exp", "exp2", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"})
-"""Those that XLA does not compute again for each of several readers."""
+"""Elementwise operations that XLA computes once where several operations read the result."""
 _SAME = frozenset({
     "copy", "expand_dims", "name", "optimization_barrier", "pvary", "reshape", "reshard", "squeeze", "stop_gradient",
 })  # fmt: skip

@@ -96,6 +96,11 @@ class TrainConfig(Settings):
     seed: Seed = 0
     """Seed of the initial weights and of dropout."""
 
+    @property
+    def stateful(self) -> Optimizer | None:
+        """The optimizer; None where it keeps no state, as SGD without momentum."""
+        return None if self.optimizer == "sgd" and not self.beta1 else self.optimizer
+
     def passes(self, rows: int) -> float:
         """Return the epochs of all steps over so many rows."""
         return self.steps * self.global_batch / rows

@@ -122,7 +122,7 @@ def check_room(config: Config, shape: ModelShape, free: int) -> None:
     request = PlanRequest(
         shape, load_machine("laptop"), train.global_batch, "fp32",
         density=config.prune.density, moe=config.moe, sequence_split=memory.sequence_parallel,
-        residual_comm=config.tensor.residual_comm,
+        residual_comm=config.tensor.residual_comm, lora=config.lora, optimizer=train.stateful, average=train.ema > 0.0,
     )  # fmt: skip
     candidate = Candidate(
         config.grid, train.microbatches, memory.activations, config.pipeline.virtual_stages,

@@ -15,7 +15,7 @@ from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
 from axonn_jax.memory.optimizer_traits import check_offload, check_update
 from axonn_jax.models.protocol import Model
-from axonn_jax.options import Optimizer
+from axonn_jax.options import Optimizer, is_muons
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
@@ -105,7 +105,7 @@ def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
     def matrices(params: Mapping[str, Any]) -> dict[str, Any]:
         numbers = optax.contrib.MuonDimensionNumbers()
         ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}  # optax also asks with parts masked
-        return {name: numbers if rank == 2 and name.endswith(".kernel") else None for name, rank in ranks.items()}
+        return {name: numbers if is_muons(name, rank) else None for name, rank in ranks.items()}
 
     decay = c.weight_decay
     return optax.contrib.muon(

@@ -280,14 +280,8 @@ def _check_log(log: LogConfig) -> LogConfig:
         what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
         raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
     if existing == Path(path) and not (existing / "checkpoints").is_dir():
-        there = (
-            "a model"
-            if is_pretrained(existing)
-            else "prepared data, or a checkpoint,"
-            if (existing / MANIFEST).is_file()
-            else ""
-        )
-        if there:
+        data = "prepared data, or a checkpoint," if (existing / MANIFEST).is_file() else ""
+        if there := "a model" if is_pretrained(existing) else data:
             raise UserError("log.dir", log.dir, f"a directory of its own; {there} is in this one")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")

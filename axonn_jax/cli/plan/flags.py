@@ -157,7 +157,7 @@ def ask(args: PlanFlags) -> Question:
         switches=_switches(args.overlap), policy=args.policy, split=config.pipeline.split_backward,
         sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
         gradient_item=itemsize(precision) if compute else FLOAT32, bucket=config.memory.bucket,
-        optimizer=model.optimizer, average=config.train.ema > 0.0, packed=model.packed,
+        optimizer=config.train.stateful, average=config.train.ema > 0.0, packed=model.packed,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
     return Question(request, args.devices, model.within(_space(args)), limit, model)

@@ -14,7 +14,6 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.options import Optimizer
 from axonn_jax.planner.space import SearchSpace
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import loads, read, split_argv
@@ -61,12 +60,6 @@ class NamedModel(NamedTuple):
         self.check(space.axes.get("pipe", 2 if pipes else 1), ways[0])
         alone = {} if self.takes(2, ways[0]) else {"pipe": 1}
         return replace(space, axes={**alone, **space.axes}, offload=tuple(ways))
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer, None where it has no state."""
-        train = self.config.train
-        return None if train.optimizer == "sgd" and not train.beta1 else train.optimizer
 
 
 def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
