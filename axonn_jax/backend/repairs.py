@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from axonn_jax.backend.traits import computes_on_cores
 
@@ -17,6 +17,9 @@ from axonn_jax.backend.traits import computes_on_cores
 # varies over, independent of `earlier`.
 _tie = Primitive("tie")
 _tie.def_abstract_eval(lambda x, earlier: x)
+_tie.def_impl(lambda x, earlier: x)
+ad.primitive_jvps[_tie] = lambda primals, tangents: (after(*primals), tangents[0])
+batching.primitive_batchers[_tie] = lambda operands, dims: (after(*operands), dims[0])
 
 
 def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
@@ -37,7 +40,7 @@ mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False)
 
 
 def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Return `x`, to be computed after `earlier`; not differentiable."""
+    """Return `x`, to be computed after `earlier`."""
     return _tie.bind(x, earlier)  # type: ignore[no-any-return]
 
 

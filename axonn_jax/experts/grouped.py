@@ -84,8 +84,8 @@ class _Tile(NamedTuple):
     numbers: jax.Array
     """Numbers of the tile's choices."""
     tokens: jax.Array
-    """Their rows; where the last tile is not full, the row behind all tokens, which is zero and added to in vain:
-    another expert's token there would take part, and 0 times infinity is NaN."""
+    """Their rows; where the last tile is not full, the number of all tokens, whose row is read as zero and never added
+    to: another expert's token there would take part, and 0 times infinity is NaN."""
     here: jax.Array
     """Return True for rows of the tile with a token of the expert, [tile]."""
 
@@ -123,36 +123,36 @@ def _zeros(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
 def _grouped(
     x: jax.Array, weights: jax.Array, kernels: _Kernels, groups: _Groups, activation: Mlp, tile: int
 ) -> jax.Array:
-    x, flat = _and_a_row(x), weights.reshape(-1)
+    flat = weights.reshape(-1)
 
     def of_expert(expert: jax.Array, y: jax.Array) -> jax.Array:
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, y: jax.Array) -> jax.Array:
-            h = activated(activation, *_inner(x[of.tokens], own))
+            h = activated(activation, *_inner(_rows(x, of), own))
             out = jnp.matmul(h, own.down, preferred_element_type=jnp.float32)
-            return y.at[of.tokens].add(out * flat[of.numbers][:, None])
+            return y.at[of.tokens].add(out * flat[of.numbers][:, None], mode="drop")
 
         return _over_tiles(groups, expert, weights.shape, tile, of_tile, y)
 
     y = lax.fori_loop(0, kernels.up.shape[0], of_expert, _zeros(x.shape, x))
-    return y[:-1].astype(x.dtype)
+    return y.astype(x.dtype)
 
 
-def _and_a_row(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, ((0, 1), (0, 0)))
+def _rows(x: jax.Array, of: _Tile) -> jax.Array:
+    return x.at[of.tokens].get(mode="fill", fill_value=0)
 
 
 def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
     x, weights, kernels, groups = kept
-    x, dy, flat = _and_a_row(x), _and_a_row(dy), weights.reshape(-1)
+    flat = weights.reshape(-1)
 
     def of_expert(expert: jax.Array, sums: Any) -> Any:
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, sums: Any) -> Any:
             dx, dweights, dkernels = sums
-            rows, dout = x[of.tokens], dy[of.tokens]
+            rows, dout = _rows(x, of), _rows(dy, of)
             h, pull = jax.vjp(partial(activated, activation), *_inner(rows, own))
             dh = dout @ own.down.T  # of an unweighted output
             dweight = jnp.where(of.here, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
@@ -165,7 +165,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
                 None if own.gate is None else _product(rows, dgate), _product(rows, dup), _product(h, dout * weight)
             )
             return (
-                dx.at[of.tokens].add(drows),
+                dx.at[of.tokens].add(drows, mode="drop"),
                 dweights.at[of.numbers].add(dweight),
                 jax.tree.map(jnp.add, dkernels, grads),
             )
@@ -183,7 +183,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
     start = (_zeros(x.shape, x), _zeros(flat.shape, flat), jax.tree.map(jnp.zeros_like, kernels))
     dx, dweights, dkernels = lax.fori_loop(0, kernels.up.shape[0], of_expert, start)
     unused = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), groups)
-    return dx[:-1].astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dkernels, unused
+    return dx.astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dkernels, unused
 
 
 def _product(rows: jax.Array, grad: jax.Array) -> jax.Array:

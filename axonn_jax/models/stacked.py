@@ -8,7 +8,7 @@ Where kinds of layers alternate, one of each is the loop's body, and the kernels
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.repairs import after
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
 from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
@@ -59,20 +60,37 @@ class Stacked(nnx.Module):
 
         Traced and compiled once, whatever the count. The carry keeps its shapes, dtypes and varying axes.
         """
-        split: Any = nnx.split(self.every, nnx.Param, ...)
-        graphdef, params, rest = split
+        kinds = [self.every] if self.period == 1 else list(self.every)
+        split: Any = [nnx.split(kind, nnx.Param, ...) for kind in kinds]
 
-        def step(carry: Carry, layer: tuple[jax.Array, Any]) -> tuple[Carry, None]:
-            index, params = layer
-            every = nnx.merge(graphdef, params, rest)
-            if self.period == 1:
-                return body(every, carry, index), None
-            for at, one in enumerate(every):
-                carry = body(one, carry, index * jnp.uint32(self.period) + jnp.uint32(at))
+        def step(carry: Carry, layers: tuple[jax.Array, Any]) -> tuple[Carry, None]:
+            index, params = layers
+            for at, ((graphdef, _, rest), own) in enumerate(zip(split, params, strict=True)):
+                if self.period > 1:
+                    own, carry = _in_turn(own, carry)
+                layer = nnx.merge(graphdef, own, rest)
+                carry = body(layer, carry, index * jnp.uint32(self.period) + jnp.uint32(at))
             return carry, None
 
-        carry, _ = lax.scan(step, carry, (jnp.arange(self.count, dtype=jnp.uint32), params))
+        carry, _ = lax.scan(step, carry, (jnp.arange(self.count, dtype=jnp.uint32), [own for _, own, _ in split]))
         return carry
+
+
+@jax.custom_vjp
+def _in_turn(params: Any, carry: Any) -> Any:
+    """Return a layer's parameters and input; the input's gradient waits for the parameters'.
+
+    XLA would put these off to the end of the loop's body, and keep what they are computed from for all its layers.
+    """
+    return params, carry
+
+
+def _backward(_: None, grads: Any) -> Any:
+    params, carry = grads
+    return params, jax.tree.map(lambda grad: reduce(after, jax.tree.leaves(params), grad), carry)
+
+
+_in_turn.defvjp(lambda params, carry: ((params, carry), None), _backward)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import after
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import loss_chunk
@@ -145,7 +146,8 @@ def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, .
 
     start = (_zero(tokens[0]), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
     (total, d_weight), (d_rows,) = _loop(add, start, tokens, chunk)
-    return total, (d_rows, d_weight)
+    # XLA would put the weight's gradient off behind the layers' backward passes, and keep the logits' until then.
+    return total, (after(d_rows, d_weight), d_weight)
 
 
 def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:

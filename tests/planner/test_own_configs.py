@@ -1,4 +1,4 @@
-"""Plans of five configurations of one's own beside their compiled steps: bytes to the byte, memory within a tenth."""
+"""Plans of five configurations of one's own beside their compiled steps: bytes to the byte, and memory."""
 
 import jax
 import pytest
@@ -18,11 +18,11 @@ from axonn_jax.train.optimizer import averaging, make_optimizer
 
 BASE = """
 [model]
-layers = 4
-hidden = 512
-heads = 8
-vocab = 4096
-seq_len = 256
+layers = 8
+hidden = 1024
+heads = 16
+vocab = 16384
+seq_len = 1024
 {model}
 [data]
 path = "x"
@@ -30,16 +30,16 @@ path = "x"
 global_batch = {batch}
 {train}
 """
-LLAMA = 'kv_heads = 4\npositions = "rope"\nnorm = "rmsnorm"\nmlp = "swiglu"\nbias = "none"\ntied = false\nffn = 1408'
+LLAMA = 'kv_heads = 8\npositions = "rope"\nnorm = "rmsnorm"\nmlp = "swiglu"\nbias = "none"\ntied = false\nffn = 2816'
 CONFIGS = {
     "gpt": (BASE.format(model="", batch=16, train=""), "--grid.z 2 --grid.x 2 --grid.data 2 --microbatch 2"),
     "llama with Lion": (BASE.format(model=LLAMA, batch=16, train='optimizer = "lion"'), "--grid.y 2 --grid.data 4"),
     "normed heads, windows, averaged": (
-        BASE.format(model=LLAMA + "\nqk_norm = true\nwindow = 64\nwindow_period = 2", batch=8, train="ema = 0.99"),
+        BASE.format(model=LLAMA + "\nqk_norm = true\nwindow = 256\nwindow_period = 2", batch=8, train="ema = 0.99"),
         "--grid.y 4 --grid.z 2 --microbatch 2",
     ),
     "experts": (
-        BASE.format(model=LLAMA + "\nexperts = 8\nexpert_ffn = 512\nmoe_every = 2", batch=16, train=""),
+        BASE.format(model=LLAMA + "\nexperts = 8\nexpert_ffn = 1024\nmoe_every = 2", batch=16, train=""),
         "--grid.expert 4 --grid.y 2",
     ),
     "adapters": (
@@ -49,9 +49,13 @@ CONFIGS = {
 }
 
 
+LITTLE_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""Option by which XLA's CPU backend orders operations for little memory, as its GPU backend does."""
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_plan_is_what_is_compiled(tmp_path, name):
-    """Measured: 1.07, 1.07, 0.94, 0.91 and 0.98 times the memory that XLA says."""
+    """Measured: 0.91, 1.00, 0.99, 0.96 and 1.02 times the memory that XLA says."""
     text, flags = CONFIGS[name]
     file = tmp_path / "own.toml"
     file.write_text(text)
@@ -69,8 +73,8 @@ def test_a_plan_is_what_is_compiled(tmp_path, name):
         request.shape, build_grid(chosen.grid, jax.devices()[:8]), optimizer, sequences=request.batch,
         microbatches=chosen.microbatches, memory=MemoryConfig(activations="full", reshard_after=chosen.reshard_after),
         tensor=TensorConfig(scan_layers="yes"), comm=comm, moe=request.moe, lora=request.lora,
-        compiler_options=keep_recomputation(),
+        compiler_options=keep_recomputation() | LITTLE_MEMORY,
     )  # fmt: skip
     found = program.memory_analysis()
     real = found.argument_size_in_bytes + found.temp_size_in_bytes
-    assert MemoryModel(request).memory(chosen).total == pytest.approx(real, rel=0.1)
+    assert MemoryModel(request).memory(chosen).total == pytest.approx(real, rel=0.1 if name == "gpt" else 0.05)
