@@ -195,7 +195,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
         traced = jax.make_jaxpr(graded)(cast, rest, batch.shapes)
     parts = [prod(sizes[axis] for axis in _axes(leaf)) for leaf in jax.tree.leaves((params, rest))]
     given = [*parts, *(shape.batch_shards if rowed else 1 for rowed in batch.rowed)]
-    work = device_work(traced.jaxpr, given, sizes, shape.batch_shards)
+    work = device_work(traced.jaxpr, given, len(parts), sizes, shape.batch_shards)
     held = sum(p.size / n for p, n in zip(jax.tree.leaves(params), parts, strict=False))
     others = jax.tree.leaves(rest)
     kept = sum(v.size * v.dtype.itemsize / n for v, n in zip(others, parts[len(parts) - len(others) :], strict=True))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -48,9 +48,11 @@ class _Array:
     """Bytes on a device."""
     computed: bool = False
     """True if the value is computed where it is read."""
+    stored: bool = False
+    """True of an input that is gathered before an operation outside of manual regions reads it."""
 
 
-def device_work(jaxpr: Any, split: Sequence[int], sizes: Mapping[str, int], rows: int) -> DeviceWork:
+def device_work(jaxpr: Any, split: Sequence[int], stored: int, sizes: Mapping[str, int], rows: int) -> DeviceWork:
     """Return the work of one device in a traced program.
 
     Matmuls inside a manual region (`shard_map`) are a device's own; of all others each device has the part into which
@@ -59,11 +61,13 @@ def device_work(jaxpr: Any, split: Sequence[int], sizes: Mapping[str, int], rows
     Args:
         jaxpr: The program.
         split: Number of devices between which each input is split.
+        stored: Number of inputs, the first ones, that are parameters or state.
         sizes: Devices along each mesh axis.
         rows: Number of devices between which the batch is split.
     """
     walk = _Walk(sizes, rows)
-    results = walk.run(jaxpr, [walk.array(0.0, parts) for parts in split], manual=False)
+    inputs = [replace(walk.array(0.0, parts), stored=at < stored) for at, parts in enumerate(split)]
+    results = walk.run(jaxpr, inputs, manual=False)
     return DeviceWork(walk.flops, walk.moved, walk.peak(results))
 
 
@@ -119,6 +123,10 @@ class _Walk:
             known.update(zip(eqn.outvars, results, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
+    def _whole(self, value: _Array, size: float) -> _Array:
+        """Return a value as an operation outside of manual regions reads it: a stored input is gathered."""
+        return self.array(size, 1) if value.stored and value.shards > 1 else value
+
     def _kept(self, values: Iterable[_Array]) -> frozenset[int]:
         """Return the places of values that an operation reads from memory, into which computed ones are written now."""
         for value in values:
@@ -143,6 +151,8 @@ class _Walk:
             return self.run(body, inputs, manual=manual)
         if kind in _SAME:
             return inputs[: len(eqn.outvars)]
+        if not manual:
+            inputs = [self._whole(one, _size(var.aval)) for var, one in zip(eqn.invars, inputs, strict=True)]
         shards = [1 if manual else self._shards(var.aval, eqn, inputs) for var in eqn.outvars]
         buffers = frozenset[int]().union(*(one.buffers for one in inputs))
         again = not (kind in _DEAR and shared)
@@ -196,7 +206,7 @@ class _Walk:
             walk = _Walk(self.sizes, self.rows)
             at = len(inputs) - len(body.invars)
             given = inputs[at:] if at >= 0 else [*inputs, *[_Array(frozenset(), 1)] * -at]
-            results = walk.run(body, [walk.array(0.0, one.shards) for one in given], manual=manual)
+            results = walk.run(body, [replace(walk.array(0.0, one.shards), stored=one.stored) for one in given], manual=manual)
             found.append((walk.flops, walk.moved, walk.peak(results), results))
         flops, moved, most, results = max(found, key=lambda one: one[0])
         self.flops += times * flops

@@ -41,6 +41,18 @@ class Text(nnx.Module):
         return self.head(x)
 
 
+class OwnTable(Text):
+    """A text model whose first and last parameter, in no layer of Flax's, is gathered where it is read."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, layers=1)
+        self.table = self.head = None
+        self.own = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, 64)))
+
+    def __call__(self, ids):
+        return self.blocks[0](self.own[...][ids]) @ self.own[...].T
+
+
 class Odd(nnx.Module):
     """A layer, experts by a grouped matmul, and a parameter of a dtype of its own."""
 
@@ -72,21 +84,32 @@ def planned():
     return ax.plan(made, loss, tokens(), machine="laptop", devices=4)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "y": 2}, {"y": 2, "x": 2}], ids=str)
-def test_bytes_and_memory_are_those_of_the_trainers_compiled_step(planned, axes):
-    """Bytes to those of a few scalars, memory within 0.3 (measured: 0.9 to 1.25)."""
+def beside_compiled(made, axes, most=1.3):
+    """The plan of a grid, and the trainer's compiled step; memory is 0.7 to `most` of that (measured: 0.9 to 1.38)."""
     grid = ax.init(**axes)
-    (own,) = [one for one in planned.grids if one.grid == GridShape(**axes)]
+    found = ax.plan(made, loss, tokens(), machine="laptop", devices=4)
+    (own,) = [one for one in found.grids if one.grid == GridShape(**axes)]
     model = ax.parallelize(made, grid, call=lambda model: loss(model, tokens())[0])
     trainer = ax.Trainer(model, optax.adamw(1e-3), grid, loss=loss, rows="parts")
     program = trainer.engine.compiled_step(tokens())
-    found = program.memory_analysis()
-    real = found.argument_size_in_bytes + found.temp_size_in_bytes
-    assert own.memory_bytes == pytest.approx(real, rel=0.3)
+    memory = program.memory_analysis()
+    assert 0.7 < own.memory_bytes / (memory.argument_size_in_bytes + memory.temp_size_in_bytes) < most
+    return own, program
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "y": 2}, {"y": 2, "x": 2}], ids=str)
+def test_bytes_and_memory_are_those_of_the_trainers_compiled_step(axes):
+    """Bytes to those of a few scalars."""
+    own, program = beside_compiled(made, axes)
     sent = {}
     for (_, over), count in totals(collectives(text_of(program), mesh_sizes(GridShape(**axes)))).items():
         sent[over] = sent.get(over, 0) + float(count)
     assert own.sent == {axis: pytest.approx(sent[axis], abs=0.01 * sent[axis]) for axis in own.sent}
+
+
+@pytest.mark.parametrize("axes", [{"z": 4}, {"y": 4}], ids=str)
+def test_memory_counts_parameters_that_are_gathered(axes):
+    beside_compiled(lambda: OwnTable(nnx.Rngs(0)), axes, most=1.4)
 
 
 def test_a_plan_is_a_table_whose_last_line_makes_the_grid(planned):
