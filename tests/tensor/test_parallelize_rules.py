@@ -186,6 +186,9 @@ def test_refusals_are_one_line():
             "overrides['layer.0'] = 'x': a pattern that matches the path of some layer that can be split; "
             "did you mean 'layers.0'?",
         ),
+        (lambda: ax.parallelize(model, grid, overrides=["*"]), "overrides = ['*']: a mapping or None"),
+        (lambda: ax.sharding_report(nnx.state(model)), ": an instance of Module or an instance of LinenLoss"),
+        (lambda: grid.shard_batch({"name": "text"}), "batch['name'] = 'str': an array of numbers, rows first"),
         (lambda: ax.parallelize(model, grid, overrides={"*": "z"}), "overrides['*'] = 'z': one of 'x', 'y', 'rep"),
         (
             lambda: _grid(2, 2, 1, 1).shard_batch({"image": np.zeros((6, 2)), "scale": 1.0}),
