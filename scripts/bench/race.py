@@ -103,7 +103,7 @@ class Process:
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):
-                file.close()
+                file.close()  # type: ignore[union-attr]  # all are pipes
 
 
 class Entrant:
@@ -146,7 +146,9 @@ class Entrant:
         """One step: the slowest process's seconds, the first one's other figures, and bytes over loopback."""
         before = loopback_bytes()
         answers = self.ask(order)
-        found = {key: max(one[key] for one in answers) for key in ("seconds", "user", "system") if key in answers[0]}
+        found: dict[str, float] = {
+            key: max(one[key] for one in answers) for key in ("seconds", "user", "system") if key in answers[0]
+        }
         return {**answers[0], **found, "sent": loopback_bytes() - before}
 
     def pause(self) -> None:

@@ -100,7 +100,7 @@ def _serve_mpi(answer: Answer) -> None:
         got = answer(bytes(order).rstrip(b"\0").decode())
         wait(comm.Ibarrier(), 0.0005)  # the benchmark stops all ranks when it is another's turn
         every = comm.gather(got)
-        if comm.rank == 0:
+        if every is not None:
             largest = {key: max(one[key] for one in every if key in one) for key in got}
             print(json.dumps({**largest, **({"loss": got["loss"]} if "loss" in got else {})}), flush=True)
 
