@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from launched import flags
 
 from axonn_jax.cli.main import main
 
@@ -31,6 +32,11 @@ def said(*words, status=0):
         got = main([*map(str, words)])
     assert got == status, err.getvalue()
     return out.getvalue(), err.getvalue()
+
+
+def trained(config, run, status=0, **options):
+    """What a run says; `grid_data=2` is the flag `--grid.data 2`."""
+    return said("train", config, *flags({"log_dir": run, **options}), status=status)[1]
 
 
 def answer(capsys, *words):
