@@ -80,6 +80,7 @@ def there(tmp_path_factory):
     (root / "suite.json").write_text(json.dumps([suite]))
     generate = ["--prompt", "the ", "--tokens", "5", "--temperature", "0", "--json"]
     evaluate = ["--suite", root / "suite.json", "--tokens", "3", "--samples", "1", "--out"]
+    train = ["train", root / "base" / "config.toml", "--data.path", root / "data", *SHORT, "--model.seq_len", "16"]
     commands = {
         "merge": ["convert", adapters[1], root / "merged", "--merge", "--base", root / "hf"],
         "merge by name": ["convert", adapters[1], root / "merged by name", "--merge", "--base", "org/llama"],
@@ -107,19 +108,7 @@ def there(tmp_path_factory):
             for wrong in ("org/none", "org/gated", "org/private", "org/llama@v9", "nothing", "no/such/path", "or--g/x")
         },
         **{
-            f"train {name}": [
-                "train",
-                root / "base" / "config.toml",
-                "--data.path",
-                root / "data",
-                *SHORT,
-                "--model.seq_len",
-                "16",
-                "--log.dir",
-                root / "no",
-                "--checkpoint.weights",
-                name,
-            ]
+            f"train {name}": [*train, "--log.dir", root / "no", "--checkpoint.weights", name]
             for name in ("org/none", "org/gated", "no/such/path")
         },
         "no split": ["prepare", "org/text", root / "no", *tokenizer, "--split", "valid"],
