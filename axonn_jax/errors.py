@@ -91,8 +91,8 @@ _MEMBERS: Mapping[Any, Sequence[str]] = {
     Iterable: _ENTRIES, Sequence: _ENTRIES, Mapping: ("keys",), Path: ("__fspath__",)
 }  # fmt: skip
 """Members of which one is enough, as arrays are no lists to Python, nor other libraries' tables mappings."""
-_OPEN = (bool, int, float, Callable)
-"""Types that functions check themselves, a number with its range, a function with its arguments."""
+_OPEN = (bool, int, float, Callable, "GradientTransformation")
+"""Types, some by name, that functions check themselves: a number with its range, a function with its arguments."""
 
 
 def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
@@ -109,8 +109,8 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
             given = signature.bind(*args, **kwargs).arguments
         for name, value in given.items():
             if not _fits(hint := hints().get(name, Any), value):
-                shown = type(value).__name__ if getattr(hint, "__name__", "") == "Grid" else value  # a mesh's is long
-                raise UserError(name, shown, _accepted(hint, value))
+                short = type(value).__module__ == "builtins" and getattr(hint, "__name__", "") != "Grid"
+                raise UserError(name, value if short else type(value).__name__, _accepted(hint, value))
         return function(*args, **kwargs)
 
     return checked
@@ -125,7 +125,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if kind in _MEMBERS:
         return any(hasattr(value, member) for member in _MEMBERS[kind])
     try:
-        return kind in _OPEN or isinstance(value, kind)
+        return not {kind, kind.__name__}.isdisjoint(_OPEN) or isinstance(value, kind)
     except TypeError:  # of what an annotation leaves open, as Any and a protocol
         return True
 

@@ -63,7 +63,7 @@ class Generator:
         model: Transformer | str | Path,
         grid: Grid,
         *,
-        base: Path | None = None,
+        base: str | Path | None = None,
         slots: int = 8,
         length: int | None = None,
         dtype: Any = None,

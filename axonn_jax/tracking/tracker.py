@@ -100,11 +100,11 @@ class Trackers:
         self._each(tell)
 
     @typed_arguments
-    def saved(self, step: int, path: Path) -> None:
+    def saved(self, step: int, path: str | Path) -> None:
         """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
         if integer("step", step, 0) > self._saved:
             self._saved = step
-            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, path))
+            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, Path(path)))
 
     def finish(self, status: int = 0) -> None:
         """End the run; a second call does nothing."""
