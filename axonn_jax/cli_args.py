@@ -168,7 +168,7 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
                 hint = nearest_or_all(name, [*(option.flag for option in named), "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
-                if not equals and "." in name and words and words[-1] in ("true", "false"):
+                if not equals and "." in name and words and not (positional or _is_flag(words[-1])):
                     equals, text = "=", words.pop()
                 given[option.path] = option.value(text) if equals else plain in flags
             elif option.many and not option.arg.repeat:

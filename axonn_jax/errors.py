@@ -1,11 +1,18 @@
-"""The one exception for a user's mistake."""
+"""The one exception for a user's mistake, and checks that raise it."""
 
+import inspect
 import operator
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from typing import Any
+from functools import cache, partial, wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -73,6 +80,65 @@ def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
         accepted = f"an integer of at least {least}" + ("" if most is None else f" and at most {most:,}")
         raise UserError(field, value, accepted)
     return number
+
+
+_NOUNS: Mapping[Any, str] = {
+    str: "a text", NoneType: "None", Path: "the path of a file or directory", Sequence: "a list",
+    Iterable: "a list or an iterator", Mapping: "a mapping", "Grid": "a grid, as ax.init returns one",
+}  # fmt: skip
+_ENTRIES = ("__iter__", "__getitem__")
+_MEMBERS: Mapping[Any, Sequence[str]] = {
+    Iterable: _ENTRIES, Sequence: _ENTRIES, Mapping: ("keys",), Path: ("__fspath__",)
+}  # fmt: skip
+"""Members of which one is enough, as arrays are no lists to Python, nor other libraries' tables mappings."""
+_OPEN = (bool, int, float, Callable, "GradientTransformation")
+"""Types, some by name, that functions check themselves: a number with its range, a function with its arguments."""
+
+
+def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Check arguments by the annotations before the function runs: one of another type is a ``UserError``.
+
+    Numbers, functions, entries of lists and what an annotation leaves open are the function's own matter.
+    """
+    signature, hints = inspect.signature(function), cache(partial(get_type_hints, function))
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: Mapping[str, Any] = {}
+        with suppress(TypeError):  # one is missing or unknown, which Python itself says
+            given = signature.bind(*args, **kwargs).arguments
+        for name, value in given.items():
+            if not _fits(hint := hints().get(name, Any), value):
+                short = type(value).__module__ == "builtins" and getattr(hint, "__name__", "") != "Grid"
+                raise UserError(name, value if short else type(value).__name__, _accepted(hint, value))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(each, value) for each in inner)
+    if kind is Literal:
+        return type(value) is type(inner[0]) and value in inner
+    if kind in _MEMBERS:
+        return any(hasattr(value, member) for member in _MEMBERS[kind])
+    try:
+        return not {kind, kind.__name__}.isdisjoint(_OPEN) or isinstance(value, kind)
+    except TypeError:  # of what an annotation leaves open, as Any and a protocol
+        return True
+
+
+def _accepted(hint: Any, value: Any) -> str:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(_accepted(each, value) for each in inner if each is not str or Path not in inner)
+    if kind is Literal:
+        return f"one of {', '.join(inner)}{nearest(value, inner) if isinstance(value, str) else ''}"
+    home = "models." if ".models." in kind.__module__ else ""
+    settings = f"an ax.{home}{kind.__name__}" if hasattr(kind, "table") else f"an instance of {kind.__name__}"
+    return _NOUNS.get(kind) or _NOUNS.get(kind.__name__, settings)
 
 
 def first_of(names: Sequence[object], separator: str = ", ") -> str:

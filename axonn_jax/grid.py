@@ -160,16 +160,13 @@ class Grid(NamedTuple):
                     f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, self.shape.batch_rule
                 )
             spec = PartitionSpec(BATCH_AXES) if rows else PartitionSpec()
-            return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+            try:
+                return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+            except TypeError:
+                accepted = "an array of numbers, rows first"
+                raise UserError(f"batch{jax.tree_util.keystr(path)}", type(leaf).__name__, accepted) from None
 
         return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
-
-
-def typed_grid(grid: Any) -> Grid:
-    """Return a grid; raise ``UserError`` for what is none."""
-    if not isinstance(grid, Grid):
-        raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
-    return grid
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:

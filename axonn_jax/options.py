@@ -122,7 +122,8 @@ class Settings:
         for key, (hint, _) in _fields(kind).items():
             value = getattr(self, key)
             if not isinstance(value, DerivedSize):
-                value = value.item() if hasattr(value, "item") else str(value) if isinstance(value, Path) else value
+                scalar = getattr(value, "ndim", None) == 0  # of an array, or numpy's
+                value = value.item() if scalar else str(value) if isinstance(value, Path) else value
                 object.__setattr__(self, key, _typed(hint, value, f"{self.table}.{key}", False))
 
 
@@ -185,7 +186,7 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
         return _built(kind, value, name, closed)
     inner = get_args(kind)
     if origin is Literal:
-        if value not in inner or type(value) is not type(inner[0]):
+        if type(value) is not type(inner[0]) or value not in inner:
             hint = nearest(value, map(str, inner)) if isinstance(value, str) else ""
             raise UserError(name, value, f"one of {', '.join(str(choice) for choice in inner if choice != '')}{hint}")
         return value

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 ROOT_ROOM = "the root"
 
@@ -124,7 +125,7 @@ class Source:
             return node.value
         return self.names.get(node.id, "") if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
+    def span(self, node: Any) -> tuple[int, int]:
         """First byte and end of a node."""
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
 

@@ -12,8 +12,9 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.models.config import DerivedSize, ModelShape
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import transformer_segments
+from axonn_jax.options import DerivedSize
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.rules import Chosen, check_rules

@@ -3,15 +3,24 @@
 import io
 import json
 import re
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from launched import finished, flags
 
 from axonn_jax.cli.main import main
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
+IMPORTED = """
+import sys
+from axonn_jax.cli.main import main
+status = main(sys.argv[2:])
+print([name for name in sys.argv[1].split() if name in sys.modules], file=sys.stderr)
+sys.exit(status)
+"""
 SIMULATE = ["simulate", *PLAN[1:-1], "524288"]
 
 
@@ -31,6 +40,16 @@ def said(*words, status=0):
         got = main([*map(str, words)])
     assert got == status, err.getvalue()
     return out.getvalue(), err.getvalue()
+
+
+def alone(*words, heavy="jax jaxlib flax mpi4py", cwd=None):
+    """What becomes of a command in a process of its own; on standard error at last those of `heavy` that it loads."""
+    return finished([sys.executable, "-c", IMPORTED, heavy, *words], cwd=cwd)
+
+
+def trained(config, run, status=0, **options):
+    """What a run says; `grid_data=2` is the flag `--grid.data 2`."""
+    return said("train", config, *flags({"log_dir": run, **options}), status=status)[1]
 
 
 def answer(capsys, *words):

@@ -69,6 +69,11 @@ def lay(shape: GridShape) -> Grid:
     return build_grid(shape, jax.devices()[: shape.devices])
 
 
+def over(*sizes: int) -> Grid:
+    """The grid of these sizes of data, z, y and x."""
+    return lay(GridShape(1, *sizes))
+
+
 def make_model(shape: ModelShape, grid: Grid, seed: int = 0) -> Transformer:
     """The model, its parameters born sharded on the grid."""
     with jax.set_mesh(grid.mesh):

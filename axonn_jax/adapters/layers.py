@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, layers_of
 from axonn_jax.backend.repairs import over_rows
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.options import typed
 from axonn_jax.tensor.elementwise import DropoutKey
@@ -92,6 +92,7 @@ _DROPOUT = 2  # first number of the adapters' dropout in a block, behind those o
 _STREAM = 0x10A  # numbers of the adapters' keys, apart from those of the model's layers
 
 
+@typed_arguments
 def lora(
     model: Any,
     *,
@@ -120,6 +121,7 @@ def lora(
         UserError: A number is out of range, a target is unknown, or the model cannot have adapters.
     """
     listed = [targets] if isinstance(targets, str) else [*targets]
+    seed = integer("seed", seed, 0)
     given = {"rank": rank, "alpha": alpha, "targets": listed, "rslora": rslora, "dropout": dropout}
     config = typed(LoraConfig, given, "lora")
     if not config.adapts:

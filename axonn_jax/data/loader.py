@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from axonn_jax.data.corpora import Corpora, Corpus
 from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import UserError, integer, nearest, typed_arguments
 
 _OPEN_SHARDS = 128  # each has a descriptor, and a process may have 1024
 
@@ -35,8 +35,7 @@ class TokenSamples:
     def __init__(self, path: str | Path | Manifest, split: str, seq_len: int, *, verify: bool = False):
         if split not in SPLITS:
             raise UserError("split", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
-        if seq_len < 1:
-            raise UserError("model.seq_len", seq_len, "a whole number from 1")
+        integer("model.seq_len", seq_len, 1)
         self.manifest = path if isinstance(path, Manifest) else Manifest.load(path)
         self.seq_len = seq_len
         chosen = self.manifest.splits[split]
@@ -172,6 +171,7 @@ class Loader:
         UserError: An argument is out of range, or the data is not whole.
     """
 
+    @typed_arguments
     def __init__(
         self,
         path: str | Path | Manifest | Corpora,
@@ -187,15 +187,13 @@ class Loader:
         shuffle: bool = True,
         dropped: GoldfishConfig = GoldfishConfig(),  # noqa: B008 (frozen)
     ):
-        if global_batch < 1:
-            raise UserError("train.global_batch", global_batch, "a whole number from 1")
+        integer("train.global_batch", global_batch, 1)
         rows = range(global_batch) if rows is None else rows
         for row in rows:
-            if not 0 <= row < global_batch:
+            if row not in range(global_batch):
                 raise UserError("rows", row, f"rows of the global batch, 0 to {global_batch - 1}")
         for name, value in (("data.seed", seed), ("position", position), ("prefetch", prefetch)):
-            if value < 0:
-                raise UserError(name, value, "a whole number from 0")
+            integer(name, value, 0)
         if not isinstance(path, Corpora):
             path = Corpora((Corpus(path if isinstance(path, Manifest) else Manifest.load(path)),))
         self._samples = tuple(TokenSamples(corpus.manifest, split, seq_len, verify=verify) for corpus in path.trained)

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import BATCH_AXES, Grid, typed_grid
+from axonn_jax.errors import UserError, integer, typed_arguments
+from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
-from axonn_jax.inference.sampling import Sampling, check_sampling
+from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import (
     NO_KEY,
     Continuation,
@@ -38,10 +38,8 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import placed
 
 SAMPLING = Sampling()
-STEPS = 16
-"""Tokens of every slot from one call of a program."""
-_TOLD = 64
-"""Tokens of every slot for one call of a program on given texts."""
+STEPS, _TOLD = 16, 64
+"""Tokens of every slot from one call of a program, and for one on given texts."""
 _FIRST = 256
 """First capacity of a cache in tokens, where more may come."""
 Scores = NDArray[np.float32]
@@ -59,12 +57,13 @@ class Generator:
     above 1, sizes that do not divide, and slots beyond memory.
     """
 
+    @typed_arguments
     def __init__(
         self,
         model: Transformer | str | Path,
         grid: Grid,
         *,
-        base: Path | None = None,
+        base: str | Path | None = None,
         slots: int = 8,
         length: int | None = None,
         dtype: Any = None,
@@ -74,7 +73,7 @@ class Generator:
         limit: int | None = None,
         steps: int = STEPS,
     ):
-        if integer("slots", slots, 1) % (replicas := typed_grid(grid).shape.batch_shards):
+        if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
         self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
         with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
@@ -93,6 +92,7 @@ class Generator:
         self._steps = integer("steps", steps, 1)
         self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
 
+    @typed_arguments
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = SAMPLING, samples: int = 1
     ) -> list[list[list[int]]]:
@@ -109,6 +109,7 @@ class Generator:
             texts[piece.request] += piece.ids
         return [texts[at : at + samples] for at in range(0, len(texts), samples)]
 
+    @typed_arguments
     def stream(
         self,
         requests: Sequence[Request],
@@ -121,7 +122,6 @@ class Generator:
 
         The stream has the slots from the first piece to the last, or until closed or unreferenced.
         """
-        check_sampling(sampling)
         requests = [checked(request, self.shape.vocab, self.length) for request in requests]
         with self._use():
             return self._stream(requests, sampling, logs, until)
@@ -168,6 +168,7 @@ class Generator:
             self.params = {}
             self._store.release()
 
+    @typed_arguments
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Return log-probabilities, in nats, of each text's tokens but the first, which has none: [tokens - 1] each.
 
@@ -274,9 +275,8 @@ class Generator:
         """Scores of as many texts as there are slots, token by token."""
         for slot in self._slots:
             slot.left, slot.cached, slot.key = 0, (), NO_KEY
-        pairs = list(zip(self._slots, texts, strict=False))
-        self._store.reserve(max(len(text) for _, text in pairs) - 1)
-        scores = self._tell(pairs)
+        self._store.reserve(max(map(len, texts)) - 1)
+        scores = self._tell(pairs := list(zip(self._slots, texts, strict=False)))
         return [scores[: len(text) - 1, slot.at] for slot, text in pairs]
 
     def _tell(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
@@ -292,9 +292,9 @@ class Generator:
             given = put(part, P(None, BATCH_AXES), self.grid.mesh)
             scores.append(self._call(self.programs.follow(_TOLD), state(self._slots, self.grid.mesh), given)[0])
             for slot, _ in pairs:
-                steps = min(slot.left, _TOLD)
-                slot.count, slot.left = slot.count + steps, slot.left - steps
-                slot.last = int(part[steps - 1, slot.at]) if steps else slot.last
+                if steps := min(slot.left, _TOLD):
+                    slot.count, slot.left = slot.count + steps, slot.left - steps
+                    slot.last = int(part[steps - 1, slot.at])
         for slot, before in zip(self._slots, left, strict=True):
             slot.left = before
         return np.concatenate(scores)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from axonn_jax.errors import UserError
 from axonn_jax.inference.select import bisected, ordered
 from axonn_jax.options import CountOrZero, Density, Range, Seed, Settings, Share
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
@@ -74,12 +73,6 @@ class Sampling(Settings):
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
         return np.asarray(jax.random.key_data(key))
-
-
-def check_sampling(sampling: object) -> None:
-    """Raise ``UserError`` for what is no `Sampling`."""
-    if not isinstance(sampling, Sampling):
-        raise UserError("sampling", sampling, "an ax.Sampling")
 
 
 def choose(

@@ -162,12 +162,12 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))
 
 
-def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: Path | None = None) -> Loaded:
+def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: str | Path | None = None) -> Loaded:
     """A live model or one in a directory, with kernels in the best form for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
     elif isinstance(model, str | Path):
-        loaded = of_run(Path(model), grid, dtype, base=base)
+        loaded = of_run(Path(model), grid, dtype, base=None if base is None else Path(base))
     else:
         raise UserError("model", type(model).__name__, "a Transformer, or the path of a directory")
     if not copies_kernels(jax.default_backend()):

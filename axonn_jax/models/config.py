@@ -148,13 +148,13 @@ class ModelShape(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.bias, bool):
             object.__setattr__(self, "bias", "all" if self.bias else "none")
+        super().__post_init__()
         if derived := isinstance(self.head_dim, DerivedSize):
-            object.__setattr__(self, "head_dim", DerivedSize(self.hidden // max(self.heads, 1)))
+            object.__setattr__(self, "head_dim", DerivedSize(self.hidden // self.heads))
         if isinstance(self.score_dim, DerivedSize):
             object.__setattr__(self, "score_dim", DerivedSize(self.head_dim))
         if isinstance(self.expert_ffn, DerivedSize):
             object.__setattr__(self, "expert_ffn", DerivedSize(self.ffn))
-        super().__post_init__()
         if self.window_period and (self.window_period == 1 or not self.window):
             raise UserError("model.window_period", self.window_period, "at least 2, with model.window above 0")
         if self.positions != "rope" and self.score_dim != self.head_dim:

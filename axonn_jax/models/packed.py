@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.experts.router import Packing
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.protocol import Model
@@ -171,6 +171,7 @@ def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([batch[:, :1], targets], axis=1)
 
 
+@typed_arguments
 def pack(
     documents: Sequence[Sequence[int]], width: int, targets: Sequence[Sequence[bool]] | None = None
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -182,7 +183,7 @@ def pack(
     lengths = [np.size(ids) for ids in documents]
     if targets is not None and (given := [np.size(counts) for counts in targets]) != lengths:
         raise UserError("lengths of targets", given[:8], f"those of the documents, a list each: {lengths[:8]}")
-    row = np.zeros(width, np.int32)
+    row = np.zeros(integer("width", width, 1), np.int32)
     at = 0
     for number, ids in enumerate(documents):
         words = np.asarray(ids, np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest, typed_arguments
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import AttentionKernel, Settings, typed
 
@@ -30,6 +30,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
+@typed_arguments
 def preset(name: str, **changes: object) -> ModelShape:
     """Return the named model's sizes, with any fields of `ModelShape` changed.
 

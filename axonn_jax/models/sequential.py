@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
@@ -34,6 +34,7 @@ class SequenceModel(nnx.Module):
 
     layer_list = "layers"
 
+    @typed_arguments
     def __init__(
         self,
         layers: Sequence[nnx.Module],
@@ -54,7 +55,9 @@ class SequenceModel(nnx.Module):
         self._flops = None if flops is None else tuple(flops)
         self.residual_spec = P(BATCH_AXES) if between is None else between
         if self._flops is not None and len(self._flops) != len(self.layers):
-            raise ValueError(f"flops has {len(self._flops)} entries for {len(self.layers)} layers")
+            raise UserError(
+                "flops", len(self._flops), f"numbers of FLOPs, one for each of the {len(self.layers)} layers"
+            )
 
     @property
     def segments(self) -> tuple[Segment, ...]:

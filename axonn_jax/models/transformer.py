@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.experts.layer import MixtureOfExperts
 from axonn_jax.experts.load import Loads
 from axonn_jax.experts.shape import MoeConfig
@@ -38,8 +38,7 @@ from axonn_jax.tensor.weight_gather import gather_weight
 
 FLOAT32 = jnp.dtype("float32")
 
-# Inputs are kept for the backward pass and nothing in between: computing it again is cheaper than the memory it would
-# pass through.
+# Inputs alone are kept for the backward pass: computing the rest again is cheaper than its way through memory.
 _activated = jax.checkpoint(activated, static_argnums=(0,))
 
 
@@ -167,6 +166,7 @@ class Transformer(nnx.Module):
 
     layer_list = "blocks"
 
+    @typed_arguments
     def __init__(
         self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE, packed: bool = False, moe: MoeConfig = MoeConfig(),  # noqa: B008

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import MESH_AXES, MOST_DEVICES, Grid, GridShape, divisors, without_mesh
 from axonn_jax.memory.precision import precisions
 from axonn_jax.planner.machines.machine import Machine
@@ -103,6 +103,7 @@ _TIE = 0.03
 """Times closer than this count as equal: the simplest grid is first."""
 
 
+@typed_arguments
 def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: int) -> ModelPlan:
     """Predict which grid trains a Flax NNX model fastest on a machine, without its devices; nothing is computed.
 

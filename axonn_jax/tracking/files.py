@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
-from axonn_jax.errors import UserError, integer, refused
-from axonn_jax.grid import Grid, typed_grid
+from axonn_jax.errors import UserError, integer, refused, typed_arguments
+from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
@@ -189,6 +189,7 @@ def _keep(directory: Path, facts: _Facts) -> None:
         raise UserError("log.dir", str(directory), accepted) from None
 
 
+@typed_arguments
 def tracked(
     grid: Grid,
     directory: str | Path,
@@ -211,10 +212,7 @@ def tracked(
     Raises:
         UserError: A tracker does not start, or the directory cannot be written.
     """
-    typed_grid(grid)
     integer("resumed", resumed, 0)
-    if not isinstance(directory, str | Path):
-        raise UserError("directory", directory, "the path of a run directory")
     if grid.rank:
         return Trackers([], RunFacts(Path(directory), ""), say)
     with refused("directory", directory, "a directory that can be written"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
-from axonn_jax.errors import UserError, first_line
+from axonn_jax.errors import UserError, first_line, integer, typed_arguments
 
 Value = float | str | Path | list[dict[str, Any]]
 """A number, a text, a picture (the path of a PNG) or a table (rows of texts and numbers by column)."""
@@ -82,10 +82,14 @@ class Trackers:
 
     def log(self, step: int, /, **values: Value) -> None:
         """Record values of a step, by name."""
-        self.record(step, values)
+        self.record(integer("step", step, 0), values)
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
         """Record values of a step, by name; an array of one number is this number."""
+        for name, value in values.items():
+            if (size := getattr(value, "size", 1)) != 1:
+                accepted = "a number, a text, the path of a picture, or a table: a list of rows by column"
+                raise UserError(name, f"an array of {size} numbers", accepted)
         values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
         def tell(each: RunTracker) -> None:
@@ -95,11 +99,12 @@ class Trackers:
 
         self._each(tell)
 
-    def saved(self, step: int, path: Path) -> None:
+    @typed_arguments
+    def saved(self, step: int, path: str | Path) -> None:
         """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
-        if step > self._saved:
+        if integer("step", step, 0) > self._saved:
             self._saved = step
-            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, path))
+            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, Path(path)))
 
     def finish(self, status: int = 0) -> None:
         """End the run; a second call does nothing."""

@@ -12,9 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
-from axonn_jax.errors import UserError, integer
-from axonn_jax.grid import Grid, typed_grid
-from axonn_jax.options import Settings
+from axonn_jax.errors import UserError, integer, typed_arguments
+from axonn_jax.grid import Grid
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -85,6 +84,7 @@ class Trainer:
 
     engine: Engine
 
+    @typed_arguments
     def __init__(
         self,
         model: Any,
@@ -104,17 +104,12 @@ class Trainer:
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
-        typed_grid(grid)
-        tables: dict[type[Settings], object] = {
-            MemoryConfig: memory, TensorConfig: tensor, PipelineConfig: pipeline, PruneConfig: prune
-        }  # fmt: skip
-        for kind, table in tables.items():
-            if not isinstance(table, kind):
-                raise UserError(kind.table, table, f"an ax.{kind.__name__}")
         train = TrainConfig(ema=ema, clip=clip, seed=seed)
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
+        if loss is None and not callable(model):
+            raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         self._numbers: Callable[[Any, Any], Any] | None = None
         with grid.entered():
@@ -164,7 +159,7 @@ class Trainer:
 
     def rows(self, sequences: int) -> list[int]:
         """Return this process's sequences of a global batch (all in a run of one process)."""
-        return self.engine.batches.local(sequences)
+        return self.engine.batches.local(integer("sequences", sequences, 1))
 
     @_on_own_mesh
     def step(self, batch: Any) -> StepMetrics:
@@ -191,6 +186,7 @@ class Trainer:
         self._pruning.at(self.engine.steps_done)
         return metrics
 
+    @typed_arguments
     @_on_own_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
         """Return the mean loss over the targets of batches, of the average of the weights with `ema`.
@@ -247,6 +243,7 @@ class Trainer:
         for store in self.engine.stores.values():
             store.set(numbers)
 
+    @typed_arguments
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
         """Write all state to a checkpoint and wait; collective over the run's processes.
@@ -265,6 +262,7 @@ class Trainer:
         integer("step", step, 0)
         return save_as(self.engine, Path(directory), step)
 
+    @typed_arguments
     @_on_own_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Replace the state by a checkpoint's, saved on any grid; collective over the run's processes.

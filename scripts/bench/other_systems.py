@@ -2,6 +2,7 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +178,6 @@ def others() -> list[Row]:
     return found
 
 
-def median_error(found: list[Row]) -> float:
+def median_error(found: Sequence[Row]) -> float:
     """Median of absolute errors, rows aside of which a range is published: inside of it the error would be 0."""
     return statistics.median(abs(row.error) for row in found if not row.span)

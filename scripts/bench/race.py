@@ -1,15 +1,12 @@
-"""Racing harness: contestants, processes on cores of their own or functions of this one, take turns step by step.
+"""Racing harness: contestants, processes on cores of their own (`racer.py`), take turns step by step.
 
-All stand by at once, so that whatever else the machine does meets them alike. A process is `race.py SPEC`, with a JSON
-object: the function that `build` names ("file:function", of a module or a script here) makes of the spec what answers
-orders, each with a dict. Under mpirun rank 0 takes the orders and gives the largest of all ranks' figures.
+All stand by at once, so that whatever else the machine does meets them alike.
 """
 
 import contextlib
 import importlib.util
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
@@ -17,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +26,6 @@ TOLERANCE = 1e-3
 """Largest difference of a loss, in nats, of contestants that train the same: float32 sums in another order."""
 TORCH = "torch==2.13.0+cpu, by the index for CPUs that pytorch.org names"
 """Words behind `pip install`; PyPI's wheel would bring CUDA."""
-ORDER_BYTES = 64
-Answer = Callable[[str], dict[str, Any]]
 Step = Mapping[str, float]
 Taken = dict[str, list[dict[str, float]]]
 
@@ -58,7 +52,7 @@ class Process:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         own = {"BENCH_CORE": str(core), "PYTHONPATH": str(HERE.parents[1]), **spec.get("environment", {})}
         self._process = subprocess.Popen(
-            [*launcher, sys.executable, __file__, json.dumps(spec)],
+            [*launcher, sys.executable, str(HERE / "racer.py"), json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -109,7 +103,7 @@ class Process:
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):
-                file.close()
+                file.close()  # type: ignore[union-attr]  # all are pipes
 
 
 class Entrant:
@@ -152,7 +146,9 @@ class Entrant:
         """One step: the slowest process's seconds, the first one's other figures, and bytes over loopback."""
         before = loopback_bytes()
         answers = self.ask(order)
-        found = {key: max(one[key] for one in answers) for key in ("seconds", "user", "system") if key in answers[0]}
+        found: dict[str, float] = {
+            key: max(one[key] for one in answers) for key in ("seconds", "user", "system") if key in answers[0]
+        }
         return {**answers[0], **found, "sent": loopback_bytes() - before}
 
     def pause(self) -> None:
@@ -274,103 +270,3 @@ def rate(steps: Sequence[Step], count: float) -> float:
 def in_turn(taken: Taken, name: str, reference: str) -> float:
     """Speed of one contestant over another's, as the median over the rounds."""
     return over(seconds(taken[reference]), seconds(taken[name]))
-
-
-def in_turns(work: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of so many calls of each function, one after the other, behind some that do not count."""
-    import jax
-
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + warm_up):
-        for name, run in work.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name] += [time.perf_counter() - began] if number >= warm_up else []
-    return times
-
-
-def peak(work: Callable[[], Any], figure: Callable[[], int]) -> tuple[int, Any]:
-    """The largest value of a figure while work is done, looked at every 2 ms; and what the work returned."""
-    most, done = figure(), threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.002):
-            most = max(most, figure())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        returned = work()
-    finally:
-        done.set()
-        thread.join()
-    return max(most, figure()), returned
-
-
-def pin(place: int) -> None:
-    """Keeps this process on one core. Call before jax or torch is imported: they size their pools by it."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[place % len(cores)]})
-
-
-def timed(step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a step returns, with its seconds."""
-    begin = time.perf_counter()
-    found = step()
-    return {"seconds": time.perf_counter() - begin, **found}
-
-
-def serve(answer: Answer) -> None:
-    """Answer orders from standard input; of several ranks those of the first."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        _serve_mpi(answer)
-        return
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(line.strip())), flush=True)
-
-
-def _serve_mpi(answer: Answer) -> None:
-    """Answer orders that rank 0 reads; the others look for them now and then, since who waits in MPI spins."""
-    import numpy as np
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-
-    def wait(request: Any, pause: float) -> None:
-        while not request.Test():
-            time.sleep(pause)
-
-    if comm.rank == 0:
-        print(json.dumps({"ready": True}), flush=True)
-    while True:
-        order = np.zeros(ORDER_BYTES, np.uint8)
-        if comm.rank == 0:
-            text = sys.stdin.readline().strip().encode()
-            order[: len(text)] = list(text)
-        wait(comm.Ibcast(order), 0.003)
-        if not order[0]:
-            return
-        got = answer(bytes(order).rstrip(b"\0").decode())
-        wait(comm.Ibarrier(), 0.0005)  # the benchmark stops all ranks when it is another's turn
-        every = comm.gather(got)
-        if comm.rank == 0:
-            largest = {key: max(one[key] for one in every if key in one) for key in got}
-            print(json.dumps({**largest, **({"loss": got["loss"]} if "loss" in got else {})}), flush=True)
-
-
-def main() -> None:
-    """Be one process of a contestant."""
-    pin(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ["BENCH_CORE"])))
-    spec = json.loads(sys.argv[1])
-    name, _, function = spec["build"].partition(":")
-    script = HERE / name
-    found = runpy.run_path(str(script)) if script.is_file() else vars(importlib.import_module(name))
-    serve(found[function](spec))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from axonn_jax.adapters.checksum import checksum, checksum_of_files, number_of, read_numbered
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
-from axonn_jax.distributed.host_sync import HostSync, LocalSync
+from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.train import metrics
 
 CONFIG = pretrained.CONFIGS["llama"]
@@ -110,19 +110,6 @@ def test_weights_in_float16_have_the_number_of_those_that_were_read():
     assert number_of(made["kernel"]) != number_of(weight)
 
 
-class Processes(HostSync):
-    """Processes of which each is given its numbers before."""
-
-    def __init__(self, rows):
-        self._rows = rows
-
-    def _all_gather(self, own):
-        return np.concatenate([self._rows, own[None]])
-
-    def any_before(self, flag):
-        raise NotImplementedError
-
-
 def test_the_checksum_is_of_every_weight_wherever_it_is_held():
     weights = {f"blocks.{at}.attention.out.kernel": np.full((4, 2), 1.0 + at, np.float32) for at in range(120)}
     numbers = {name: number_of(value) for name, value in weights.items()}
@@ -133,15 +120,17 @@ def test_the_checksum_is_of_every_weight_wherever_it_is_held():
     assert whole != checksum_of_files((weights | {last: weights[last].T.reshape(4, 2) + 1}).items())
 
     # Of two processes, both with the table in the middle.
-    class Kept(LocalSync):
+    class Gathered(LocalSync):
+        def __init__(self, *others):
+            self.others = others
+
         def _all_gather(self, own):
             self.own = own
-            return own[None]
+            return np.stack([*self.others, own])
 
-    first, kept = dict(list(numbers.items())[:60]), Kept()
-    checksum(first, weights, kept)
-    rest = dict(list(numbers.items())[59:])
-    assert whole == checksum(rest, weights, Processes(kept.own[None]))
+    first, rest, alone = dict(list(numbers.items())[:60]), dict(list(numbers.items())[59:]), Gathered()
+    checksum(first, weights, alone)
+    assert whole == checksum(rest, weights, Gathered(alone.own))
 
 
 @pytest.mark.slow

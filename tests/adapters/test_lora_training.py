@@ -172,6 +172,8 @@ BAD = {
     "target": ({"rank": 2, "targets": ("q", "upp")}, "lora.targets = 'upp': .*did you mean 'up'"),
     "twice": ({"rank": 2, "targets": ("q", "q")}, "each target once; q is there twice"),
     "none": ({"rank": 2, "targets": ()}, "at least one of q, k"),
+    "seed": ({"rank": 2, "seed": "0"}, "^seed = '0': an integer"),
+    "no targets": ({"rank": 2, "targets": 3}, "^targets = 3: a list"),
     "alpha": ({"rank": 2, "alpha": 0.0}, "lora.alpha = 0.0: a finite number above 0"),
 }
 

@@ -13,6 +13,7 @@ import zlib
 from importlib import metadata
 
 import pytest
+from commands import alone
 from launched import AXONN, UNDER_MPIRUN, environment, finished, mpirun
 
 from axonn_jax.cli import main as command_line
@@ -33,19 +34,9 @@ def install(monkeypatch, run, arguments=None):
     monkeypatch.setitem(COMMANDS, "try", "tries")
 
 
-IMPORTED = """
-import sys
-from axonn_jax.cli.main import main
-status = main(sys.argv[1:])
-heavy = ("jax", "jaxlib", "flax", "numpy", "rich", "mpi4py")
-print([name for name in heavy if name in sys.modules], file=sys.stderr)
-sys.exit(status)
-"""
-
-
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["--version"], ["-V"]])
 def test_help_and_version_import_nothing_heavy(argv):
-    done = finished([sys.executable, "-c", IMPORTED, *argv])
+    done = alone(*argv, heavy="jax jaxlib flax numpy rich mpi4py")
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout
 
@@ -69,7 +60,7 @@ def test_version_names_the_package_and_what_it_stands_on(capsys):
 
 
 def test_train_help_shows_every_key_and_no_jax():
-    done = finished([sys.executable, "-c", IMPORTED.replace('"numpy", ', ""), "train", "--help"])
+    done = alone("train", "--help", heavy="jax jaxlib flax rich mpi4py")
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout.startswith("usage: axonn-jax train CONFIG.toml ")
     for table, keys in tables().items():

@@ -27,45 +27,20 @@ def jobs():
         common += ["--batch-tokens", str(1024 * 8 * devices)]
         flat, sharded = fixed(1, rest, 1, y, x), fixed(1, devices // 8, 8, 1, 1)
         two, more = fixed(2, rest // 2, 1, y, x), fixed(long, devices // long, 1, 1, 1)
+        fast = ["--memory.reshard_after", "backward", "--memory.activations", "save_collectives"]
+        of_two = ["--pipeline.virtual_stages", "2", "--pipeline.policy", "interleaved"]
+        of_one = ["--pipeline.virtual_stages", "1", "--pipeline.policy", "zero-bubble"]
         for flags in (
             [*flat, "--memory.zero", "1"],
             [*flat, "--memory.offload", "optimizer", "--memory.activations", "full"],
             [*sharded, "--memory.reshard_after", "step", "--memory.activations", "full", "--microbatch", "1"],
-            [
-                *sharded,
-                "--memory.reshard_after",
-                "backward",
-                "--memory.activations",
-                "save_collectives",
-                "--microbatch",
-                "2",
-            ],
+            [*sharded, *fast, "--microbatch", "2"],
             [*sharded, "--memory.activations", "offload", "--microbatch", "2"],
             [*two, "--pipeline.virtual_stages", "1", "--memory.offload", "optimizer", "--memory.activations", "full"],
             [*two, "--pipeline.virtual_stages", "2", "--memory.activations", "save_collectives", "--microbatch", "1"],
             [*more, "--pipeline.virtual_stages", "1", "--memory.zero", "1", "--memory.offload", "optimizer"],
-            [
-                *more,
-                "--pipeline.virtual_stages",
-                "2",
-                "--memory.zero",
-                "1",
-                "--memory.offload",
-                "optimizer",
-                "--pipeline.policy",
-                "interleaved",
-            ],
-            [
-                *more,
-                "--pipeline.virtual_stages",
-                "1",
-                "--pipeline.policy",
-                "zero-bubble",
-                "--memory.offload",
-                "optimizer",
-                "--memory.zero",
-                "0",
-            ],
+            [*more, *of_two, "--memory.zero", "1", "--memory.offload", "optimizer"],
+            [*more, *of_one, "--memory.zero", "0", "--memory.offload", "optimizer"],
         ):
             yield [*common, *flags]
 

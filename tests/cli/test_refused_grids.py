@@ -99,17 +99,9 @@ def test_memory_of_virtual_devices_is_known_whatever_is_trained(tmp_path, prepar
 def test_virtual_devices_with_adapters_are_not_taken_for_full_training(tmp_path, prepared):
     """Of a model whose state is most of the memory: adapters fit where Adam's moments of all weights do not."""
     sizes = [
-        "--model.vocab",
-        "512",
-        "--model.hidden",
-        "1024",
-        "--grid.data",
-        "64",
-        "--train.global_batch",
-        "64",
-        "--train.microbatches",
-        "1",
-    ]
+        "--model.vocab", "512", "--model.hidden", "1024", "--grid.data", "64", "--train.global_batch", "64",
+        "--train.microbatches", "1",
+    ]  # fmt: skip
     file = write_config(tmp_path / "c.toml", prepared, layers=8)
     whole, adapters = (read(file, split_argv([*sizes, *more])[1]) for more in ((), ("--lora.rank", "2")))
     free = 1 << 30

@@ -10,17 +10,8 @@ from axonn_jax.cli_args import parse
 
 
 def test_simulate_as_json(capsys):
-    argv = [
-        *SIMULATE,
-        "--grid.pipe",
-        "4",
-        "--grid.data",
-        "4",
-        "--pipeline.virtual_stages",
-        "1",
-        "--baselines",
-        "--json",
-    ]
+    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--pipeline.virtual_stages", "1"]
+    argv += ["--baselines", "--json"]
     found = json.loads(output(capsys, argv))
     assert found["grid"] == {"pipe": 4, "data": 4, "expert": 1, "z": 1, "y": 1, "x": 1}
     assert found["finished"] is True
@@ -38,18 +29,8 @@ def test_simulate_a_failure(capsys):
 
 
 def test_simulate_slow_rank_and_jitter(capsys):
-    argv = [
-        *SIMULATE,
-        "--grid.pipe",
-        "4",
-        "--grid.data",
-        "4",
-        "--memory.activations",
-        "full",
-        "--microbatch",
-        "1",
-        "--json",
-    ]
+    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--memory.activations", "full", "--microbatch", "1"]
+    argv.append("--json")
     calm = json.loads(output(capsys, argv))
     rough = json.loads(output(capsys, [*argv, "--jitter", "0.3", "--slow", "1:1.5"]))
     assert rough["step_s"] > 1.3 * calm["step_s"]
@@ -87,22 +68,12 @@ def test_baselines_have_the_same_memory(capsys):
 
 @pytest.mark.parametrize("policy", ["interleaved", "zero-bubble"])
 def test_a_baseline_is_once_itself_also_where_the_slowest_of_replicas_counts(capsys, policy):
-    rough = [
-        "--jitter",
-        "0.2",
-        "--slow",
-        "1:1.2",
-        "--memory.offload",
-        "optimizer",
-        "--pipeline.policy",
-        policy,
-        "--pipeline.virtual_stages",
-        "2",
-    ]
+    steady = ["--memory.offload", "optimizer", "--pipeline.policy", policy, "--pipeline.virtual_stages", "2"]
+    rough = ["--jitter", "0.2", "--slow", "1:1.2", *steady]
     found = json.loads(output(capsys, [*BESIDE, *rough, "--baselines", "--json"]))
     assert len(found["replicas_s"]) == 4
     assert found["baselines_s"][policy] == found["step_s"]
-    calm = json.loads(output(capsys, [*BESIDE, *rough[4:], "--baselines", "--json"]))
+    calm = json.loads(output(capsys, [*BESIDE, *steady, "--baselines", "--json"]))
     assert calm["baselines_s"]["1-D tensor parallelism"] < found["baselines_s"]["1-D tensor parallelism"]
 
 
@@ -117,16 +88,8 @@ def test_where_nothing_fits_the_baselines_have_no_limit_either(capsys):
 
 
 def test_every_option_of_the_row_is_said(capsys):
-    options = [
-        "--memory.reshard_after",
-        "step",
-        "--memory.offload",
-        "optimizer",
-        "--memory.zero",
-        "1",
-        "--memory.activations",
-        "full",
-    ]
+    options = ["--memory.reshard_after", "step", "--memory.offload", "optimizer", "--memory.zero", "1"]
+    options += ["--memory.activations", "full"]
     out = output(capsys, [*SIMULATE, *options, "--model", "gpt-1.3b", "--grid.z", "8", "--grid.data", "2"])
     for said in ("activations full", "reshard_after step", "offload optimizer", "zero 1", "GB a device (fits "):
         assert said in out

@@ -174,6 +174,9 @@ CALLS = {
     "sampling.top_p = None: a number": lambda g: g.generate([[1]], tokens=5, sampling=Sampling(top_p=None)),
     "sampling = 0.7: an ax.Sampling": lambda g: g.generate([[1]], tokens=5, sampling=0.7),
     r"request = \[1, 2\]: a Request": lambda g: g.stream([[1, 2]]),
+    "requests = 3: a list": lambda g: g.stream(3),
+    "prompts = None: a list": lambda g: g.generate(None, tokens=5),
+    "texts = 7: a list": lambda g: g.score(7),
     "sample = -1: an integer of at least 0": lambda g: g.stream([Request((1,), 5, -1)]),
     "sampling.top_p = 7: a number above 0": lambda g: g.stream([Request((1,), 5)], Sampling(top_p=7)),
     "text = 500: token ids below": lambda g: g.score([[1, 500, 3]]),
@@ -198,6 +201,8 @@ def test_a_call_that_cannot_be_is_refused_when_it_is_made(generator, says):
         ("steps = 0: an integer of at least 1", {"steps": 0}),
         ("slots = 2.0: an integer of at least 1", {"slots": 2.0}),
         ("length = 1: an integer of at least 2", {"length": 1}),  # a prompt and a token
+        ("attention = 'loki': an instance of FullAttention or None", {"attention": "loki"}),
+        ("extras = 3: a list", {"extras": 3}),
         ("dtype = 'int8': float32, bfloat16 or float16", {"dtype": "int8"}),
         ("dtype = 'floaty': float32", {"dtype": "floaty"}),
     ],

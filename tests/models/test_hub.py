@@ -3,22 +3,17 @@
 import json
 import os
 import shutil
-import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pretrained
 import pytest
-from commands import refusal
 from hub_server import TOKEN, Hub, files_of, serving, session
 from instruction_data import rows
 from safetensors.numpy import save_file
 
 from axonn_jax.adapters.peft import CONFIG, TENSORS
-from axonn_jax.models.huggingface.hub import HubName, hub_name
-from axonn_jax.models.huggingface.splits import _patterns
 
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--train.steps", "1"]
 CARD = b"""---
@@ -85,6 +80,7 @@ def there(tmp_path_factory):
     (root / "suite.json").write_text(json.dumps([suite]))
     generate = ["--prompt", "the ", "--tokens", "5", "--temperature", "0", "--json"]
     evaluate = ["--suite", root / "suite.json", "--tokens", "3", "--samples", "1", "--out"]
+    train = ["train", root / "base" / "config.toml", "--data.path", root / "data", *SHORT, "--model.seq_len", "16"]
     commands = {
         "merge": ["convert", adapters[1], root / "merged", "--merge", "--base", root / "hf"],
         "merge by name": ["convert", adapters[1], root / "merged by name", "--merge", "--base", "org/llama"],
@@ -112,19 +108,7 @@ def there(tmp_path_factory):
             for wrong in ("org/none", "org/gated", "org/private", "org/llama@v9", "nothing", "no/such/path", "or--g/x")
         },
         **{
-            f"train {name}": [
-                "train",
-                root / "base" / "config.toml",
-                "--data.path",
-                root / "data",
-                *SHORT,
-                "--model.seq_len",
-                "16",
-                "--log.dir",
-                root / "no",
-                "--checkpoint.weights",
-                name,
-            ]
+            f"train {name}": [*train, "--log.dir", root / "no", "--checkpoint.weights", name]
             for name in ("org/none", "org/gated", "no/such/path")
         },
         "no split": ["prepare", "org/text", root / "no", *tokenizer, "--split", "valid"],
@@ -289,65 +273,6 @@ def test_a_hub_that_does_not_answer_is_one_line(there, tmp_path):
     assert not out.exists()
     ((status, _, _),) = session(url, there.home, commands[:1])  # what was fetched before is there
     assert status == 0
-
-
-def test_the_extra_is_named_where_it_is_missing(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    line = refusal(capsys, "convert", "org/llama", tmp_path / "out")
-    assert line.endswith("or a model on the Hub; for names on the Hub pip install 'axonn_jax[hub]'")
-    monkeypatch.chdir(tmp_path)
-    line = refusal(capsys, "prepare", "org/text", "org", "--vocab", "300")  # a parent of no path
-    assert line.endswith("or a data set on the Hub; for names on the Hub pip install 'axonn_jax[hub]'")
-    Path("org/text").mkdir(parents=True)
-    assert "OUT_DIR" in refusal(capsys, "prepare", "org/text", "org", "--vocab", "300")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["prepare", "runs/typo", "out", "--vocab", "300"],
-            "SOURCE = 'runs/typo': an existing folder or file, or a pattern",
-        ),
-        (["prepare", "runs", "out", "--tokenizer", "runs/typo"], "--tokenizer = 'runs/typo': "),
-        (["convert", "runs/typo", "out"], "SOURCE = 'runs/typo': a directory of a Hugging Face model or of a run"),
-    ],
-)
-def test_a_path_in_a_folder_that_is_there_is_not_asked_for(tmp_path, monkeypatch, capsys, words, says):
-    monkeypatch.chdir(tmp_path)
-    Path("runs").mkdir()
-    line = refusal(capsys, *words)
-    assert says in line
-    assert "Hub" not in line
-
-
-def test_what_is_there_is_no_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert hub_name("org/name") == HubName("org/name", None)
-    assert hub_name(Path("org/name@refs/convert/parquet")) == HubName("org/name", "refs/convert/parquet")
-    Path("org/name").mkdir(parents=True)
-    assert hub_name("org/name") is None
-    assert hub_name("org/other") is None
-    assert hub_name("org/other@main") == HubName("org/other", "main")
-    for other in ("", "name", "/org/name", "./org/none", "../org", "a/b/c", "org/na me", "org/name@", "a/b..c"):
-        assert hub_name(other) is None, other
-
-
-@pytest.mark.parametrize(
-    ("path", "split"),
-    [
-        ("train.jsonl", "train"), ("data/train-00000-of-00005.parquet", "train"), ("en/c4-train.00.jsonl.gz", "train"),
-        ("default/train/0000.parquet", "train"), ("x/default/train/0000.parquet", "x/train"), ("a/b_test.jsonl", ""),
-        ("strain.jsonl", ""), ("train.csv", ""), ("test-train.py", ""),
-    ],
-)  # fmt: skip
-def test_names_of_files_tell_the_split(path, split, tmp_path):
-    found = [
-        name
-        for name in ("train", "x/train")
-        if any(fnmatchcase(path, pattern) for pattern in _patterns(tmp_path / "none", name))
-    ]
-    assert found == ([split] if split != "x/train" else ["train", "x/train"]) * bool(split)
 
 
 def test_a_run_begins_from_a_name_and_keeps_its_commit(there, tmp_path):

@@ -161,6 +161,8 @@ def test_words():
         (([[1, 2], [3]], 8, [[True, True]]), "lengths of targets = [2]: those of the documents, a list each: [2, 1]"),
         (([[1, 2]], 8, [[True, True], [True]]), "lengths of targets = [2, 1]: "),
         (([[1, 2]], 8, [[True]]), "lengths of targets = [1]: "),
+        (([[1, 2]], "8"), "width = '8': an integer"),
+        ((None, 8), "documents = None: a list"),
         (([[1, 2]], 8, [True, False]), "lengths of targets = [1, 1]: "),
     ],
 )

@@ -81,6 +81,12 @@ def test_what_cannot_be_is_one_line(models, tmp_path):
         ax.models.from_pretrained(models / "llama", grids.lay(GridShape(y=4)))
     with pytest.raises(UserError, match=r"^directory = 'nowhere': a directory with config.json"):
         ax.models.from_pretrained(Path("nowhere"), grids.lay(GridShape()))
+    with pytest.raises(UserError, match=r"^directory = None: the path"):
+        ax.models.from_pretrained(None, grids.lay(GridShape()))
+    with pytest.raises(UserError, match=r"^grid = 'dict': a grid"):
+        ax.models.from_pretrained(models / "llama", {"y": 4})
+    with pytest.raises(UserError, match=r"^directory = 3: the path"):
+        ax.models.shape_of(3)
     state = pretrained.weights(pretrained.CONFIGS["llama3"])
     head = {"lm_head.weight": 2 * state["model.embed_tokens.weight"]}
     pretrained.write_model(tmp_path / "hf", pretrained.CONFIGS["llama3"], state | head)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import grids
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -14,6 +15,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models import Transformer, preset, preset_names
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.ops.costs import forward_flops, parameters
+from axonn_jax.options import DERIVED
 from axonn_jax.tensor.params import split_module
 
 
@@ -140,6 +142,10 @@ def test_sizes_of_an_axis_that_an_error_names_are_accepted(shape, axis):
         ({"kv_heads": 3}, r"model.kv_heads = 3: a divisor of heads \(8\); the nearest is 2"),
         ({"layers": 0}, "model.layers = 0: an integer of at least 1"),
         ({"dropout": 1.0}, "model.dropout = 1.0"),
+        ({"hidden": "64", "head_dim": DERIVED}, "model.hidden = '64': an integer"),
+        ({"ffn": None, "expert_ffn": DERIVED}, "model.ffn = None: an integer"),
+        ({"vocab": np.ones(3)}, r"model.vocab = \[1. 1. 1.\]: an integer"),
+        ({"norm": np.ones(3)}, r"model.norm = \[1. 1. 1.\]: one of"),
         (
             {"layers": 1, "experts": 4, "moe_every": 2, "moe_first": 1},
             "model.moe_first = 1: an integer below model.layers = 1",
@@ -156,3 +162,15 @@ def test_impossible_sizes_are_refused(change, message):
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(UserError, match=re.escape("did you mean 'gpt-80b'?")):
         preset("gpt-80")
+
+
+def test_a_wrong_type_is_one_line():
+    for says, make in {
+        "name = None: a text": lambda: preset(None),
+        "rngs = 0: an instance of Rngs": lambda: Transformer(grids.GPT, rngs=0),
+        "shape = 'gpt2': an ax.models.ModelShape": lambda: Transformer("gpt2", rngs=nnx.Rngs(0)),
+        "moe = None: an ax.MoeConfig": lambda: Transformer(grids.GPT, rngs=nnx.Rngs(0), moe=None),
+        "attention = 'cudn': .*'cudnn'?": lambda: Transformer(grids.GPT, rngs=nnx.Rngs(0), attention="cudn"),
+    }.items():
+        with pytest.raises(UserError, match=f"^{says}"):
+            make()

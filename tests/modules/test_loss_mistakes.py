@@ -53,6 +53,8 @@ MADE = {
     "optimizer of nnx": (lambda: made(optimizer=nnx.Optimizer(net(), optax.sgd(0.1), wrt=nnx.Param)), "^optimizer = "),
     "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
     "no loss": (lambda: made(model=net(), loss=None), "^model = Linear: a Transformer or .* trains with loss="),
+    "no model": (lambda: made(model=None, loss=None), "^model = NoneType: a models.Transformer, "),
+    "rows a word": (lambda: made(rows="part"), "^rows = part: one of .*; did you mean parts"),
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
     "ema a word": (lambda: made(ema="x"), "^train.ema = x: a number of at least 0 and below 1"),
     "ema 1": (lambda: made(ema=1), "^train.ema = 1: a number of at least 0 and below 1"),
@@ -158,6 +160,10 @@ def test_a_batch_that_a_linen_loss_does_not_take_is_named_with_the_line():
 def test_other_calls_of_a_trainer_that_cannot_be():
     trainer = made()
     refused(lambda: trainer.save("nowhere", "1"), "^step = 1: an integer of at least 0")
+    refused(lambda: trainer.save(None, 1), "^directory = None: the path of")
+    refused(lambda: trainer.load(3), "^path = 3: the path of")
+    refused(lambda: trainer.rows("x"), "^sequences = x: an integer")
+    refused(lambda: trainer.evaluate(None), "^batches = None: a list or an iterator")
     refused(lambda: trainer.evaluate([ROWS], loss="mse"), "^loss = str: a function of")
     refused(lambda: trainer.evaluate([ROWS], loss=lambda model: 0.0), r"^loss = a function of \(model\): ")
 

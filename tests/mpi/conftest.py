@@ -1,9 +1,7 @@
-import subprocess
-import sys
-
 import mpi_runs
 import pytest
 import texts
+from commands import said
 from launched import write_config
 
 from axonn_jax.cli.main import main
@@ -13,10 +11,8 @@ from axonn_jax.cli.main import main
 def prepared(tmp_path_factory):
     """Training text with a vocabulary of 512."""
     folder = tmp_path_factory.mktemp("mpi")
-    source, out = texts.write(folder / "text"), folder / "data"
-    command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", str(source), str(out), "--vocab", "512"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return out
+    said("prepare", texts.write(folder / "text"), folder / "data", "--vocab", "512")
+    return folder / "data"
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from launched import (
 )  # fmt: skip
 
 from axonn_jax.checkpoint.manifest import read
+from axonn_jax.distributed.gossip import SILENT_S
 
 SETUPS = {"pipe 4": {"grid_pipe": 4}, "two processes a stage": {"grid_pipe": 2, "grid_x": 2}}
 TOLD = {"mpirun": {"grid_pipe": 2}, "ranks": SETUPS["two processes a stage"]}
@@ -125,10 +126,10 @@ class TestFaults:
 
     def test_a_run_that_stood_still_as_a_whole_goes_on(self, launch):
         """As by Ctrl-Z and fg, `scontrol suspend` or `docker pause`, for longer than silence and stall may last."""
-        with launch({"grid_pipe": 2}, pipeline_stall_timeout=STALL_S) as run:
+        with launch({"grid_pipe": 2}, pipeline_stall_timeout=SILENT_S) as run:
             run.wait_for("step 1/")
             ranks = run.ranks().values()
-            for sent, wait in ((signal.SIGSTOP, STALL_S + 4), (signal.SIGCONT, 4)):
+            for sent, wait in ((signal.SIGSTOP, SILENT_S + 3), (signal.SIGCONT, 3)):  # several heartbeats
                 for pid in ranks:
                     os.kill(pid, sent)
                 time.sleep(wait)

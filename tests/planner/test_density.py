@@ -63,18 +63,8 @@ def test_fewer_stages_and_a_faster_step(capsys):
 
 def test_bad_densities(capsys):
     for text in ("0", "-0.1", "1.1", "nan"):
-        words = [
-            "--model",
-            "gpt-2.7b",
-            "--machine",
-            "summit",
-            "--devices",
-            "512",
-            "--batch-tokens",
-            "1Mi",
-            f"--prune.density={text}",
-        ]
-        assert main(["plan", *words]) == 2
+        words = ["--model", "gpt-2.7b", "--machine", "summit", "--devices", "512", "--batch-tokens", "1Mi"]
+        assert main(["plan", *words, f"--prune.density={text}"]) == 2
         assert "prune.density = " in capsys.readouterr().err
 
 

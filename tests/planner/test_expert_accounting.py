@@ -30,6 +30,8 @@ def expert_case(model, sizes, *settings, dispatch="gather", **more):
 
 
 def test_a_sample_of_grids_policies_and_both_dispatches():
+    """The dense layer behind one of experts is in the scanned case, and in the tests of every grid."""
+    ted = replace(TED, layers=2)
     check(
         16,
         [
@@ -37,11 +39,11 @@ def test_a_sample_of_grids_policies_and_both_dispatches():
             expert_case(MIXTRAL, (1, 4, 2, 2, 1), "none", 2, scanned=True),
             expert_case(MIXTRAL, (1, 2, 2, 2, 2), "save_collectives", 1, comm=SPLIT),
             expert_case(MIXTRAL, (2, 2, 1, 2, 2), "full", 1, dispatch="capacity"),
-            expert_case(TED, (1, 2, 2, 2, 2), "full", 2, reshard_after="step"),
-            expert_case(TED, (1, 2, 1, 4, 2), "none", 1, comm=SPLIT, dispatch="capacity"),
-            expert_case(TED, (1, 1, 2, 4, 2), "save_collectives", 2, dispatch="capacity"),
+            expert_case(ted, (1, 2, 2, 2, 2), "full", 2, reshard_after="step"),
+            expert_case(ted, (1, 2, 1, 4, 2), "none", 1, comm=SPLIT, dispatch="capacity"),
+            expert_case(ted, (1, 1, 2, 4, 2), "save_collectives", 2, dispatch="capacity"),
             expert_case(replace(TED, layers=4), (1, 2, 2, 2, 2), "full", 2, scanned=True),
-            expert_case(replace(TED, shared_experts=0), (1, 4, 1, 2, 2), "full", 1, comm=(1, 1)),
+            expert_case(replace(ted, shared_experts=0), (1, 4, 1, 2, 2), "full", 1, comm=(1, 1)),
         ],
     )
 

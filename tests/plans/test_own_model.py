@@ -168,6 +168,8 @@ def test_a_model_too_large_for_a_device_is_split():
         ({"devices": 0}, "devices = 0: an integer of at least 1"),
         ({"devices": 2.0}, "devices = 2.0: "),
         ({"machine": "perlmuter"}, "did you mean 'perlmutter'"),
+        ({"machine": "perlmuter.toml"}, "machine = 'perlmuter.toml': a machine file that can be read"),
+        ({"machine": None}, "machine = None: the path of"),
         ({"loss": None}, "loss = 'NoneType': a function of"),
         ({"model": lambda: 3}, "model = "),
         ({"batch": {"x": np.zeros((4, SEQ, 1))}}, "batch = 'float32[4, 32, 1]': a batch for the loss, which raises "),

@@ -97,6 +97,7 @@ def test_bit_for_bit_as_dense_training_with_masked_gradients(options):
 WAYS = [
     (GridShape(1, 1, 1, 4, 2), {}),
     (GridShape(1, 2, 1, 2), {"offload": "optimizer", "zero": 1, "bucket": 500}),
+    (GridShape(2, 2, 1, 2), {"offload": "optimizer", "zero": 1}),
 ]
 FURTHER = [
     (GridShape(), {"scan_layers": "yes", "activations": "full"}),
@@ -106,13 +107,17 @@ FURTHER = [
     (GridShape(1, 1, 2, 1, 2), {"reshard_after": "step", "sub_batches": 2}),
     (GridShape(1, 2, 1, 2), {"offload": "optimizer"}),
     *((axes, {}) for axes in grids.all_grids(2, 4, 8) if (axes, {}) not in WAYS),
+    (GridShape(2), {}),
+    (GridShape(2, 1, 1, 2, 2), {"activations": "full"}),
+    (GridShape(2, 2), {"zero": 1}),
+    (GridShape(2), {"pipeline": ax.PipelineConfig(virtual_stages=2)}),
 ]
 
 
 @pytest.mark.parametrize(("axes", "options"), [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in FURTHER)])
 def test_curves_coincide_on_grids(axes, options, dense):
     want, params, masks = dense
-    options = {"microbatches": 1 if axes.batch_shards == 8 else 2, **options}
+    options = {"microbatches": 4 if axes.pipe > 1 else 1 if axes.batch_shards == 8 else 2, **options}
     trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, **options)
     bytes_of = trainer.engine.memory()[0]
     assert bytes_of["counted_between_steps"]["host"] == bytes_of["planned"]["host"]
@@ -145,23 +150,3 @@ def test_masks_of_a_file(axes, dense, tmp_path):
     trainer.close()
     for name, mask in masks.items():
         np.testing.assert_array_equal(values[name] != 0, mask)
-
-
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        pytest.param(GridShape(2), {}, marks=pytest.mark.slow),
-        pytest.param(GridShape(2, 1, 1, 2, 2), {"activations": "full"}, marks=pytest.mark.slow),
-        pytest.param(GridShape(2, 2), {"zero": 1}, marks=pytest.mark.slow),
-        (GridShape(2, 2, 1, 2), {"offload": "optimizer", "zero": 1}),
-        pytest.param(GridShape(2), {"pipeline": ax.PipelineConfig(virtual_stages=2)}, marks=pytest.mark.slow),
-    ],
-)
-def test_curves_coincide_in_pipelines(axes, options, dense):
-    want, params, masks = dense
-    trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, microbatches=4, **options)
-    got, values = curve(trainer, len(want))
-    np.testing.assert_allclose([loss for loss, _ in got], [loss for loss, _ in want], rtol=CURVE_TOLERANCE)
-    for name, mask in masks.items():
-        np.testing.assert_array_equal(values[name] != 0, mask, err_msg=name)
-        np.testing.assert_allclose(values[name], params[name], atol=2e-4, err_msg=name)

@@ -1,12 +1,11 @@
 """scripts/bench/published: machine files hold what it calibrates, and its verdicts stay what the results page says."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,20 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "published"
 
 @pytest.fixture(scope="module")
 def published():
-    loader = SourceFileLoader("bench_published", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module
-    sys.path.insert(0, str(SCRIPT.parent))
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        loader.exec_module(module)
-        yield module
-    finally:
-        sys.dont_write_bytecode = writes
-        sys.path.remove(str(SCRIPT.parent))
-        for name in (loader.name, "held_out", "other_systems"):
-            del sys.modules[name]
+    return SimpleNamespace(**run_path(str(SCRIPT)))
 
 
 @pytest.fixture(scope="module")

@@ -28,20 +28,8 @@ def test_draws(sweep, capsys):
     assert sweep.main(["--seed", "1", "--count", "30", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[0]) for line in lines] == list(range(1, 31))
-    for word in (
-        "pipe",
-        "expert ",
-        "z ",
-        "y ",
-        "x ",
-        "packed",
-        "capacity",
-        "density",
-        "bf16",
-        "fp16",
-        "zero",
-        "offload",
-    ):
+    words = ("pipe", "expert ", "z ", "y ", "x ", "packed", "capacity", "density", "bf16", "fp16", "zero", "offload")
+    for word in words:
         assert any(f" {word}" in line for line in lines), word
     assert sweep.main(["--seed", "1", "--count", "40", "--only", "3,20", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [lines[2], lines[19]]

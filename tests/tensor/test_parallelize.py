@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.grid import GridShape
 from axonn_jax.tensor.parallelize.api import parallelize
 from axonn_jax.tensor.parallelize.report import sharding_report
 
@@ -27,10 +26,6 @@ GRADIENT_TOLERANCE = 400 * EPS
 # Adam divides gradients by their own size, so that a rounding of 400 eps of one moves a parameter by lr * 400 eps a
 # step, which later steps feed on; a parameter whose true gradient is zero (a key's bias) wanders, without effect.
 CURVE_TOLERANCE = 2e-4
-
-
-def _grid(*axes):
-    return grids.lay(GridShape(1, *axes))
 
 
 @functools.cache
@@ -53,7 +48,7 @@ CASES = CURVES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 @pytest.mark.parametrize(("name", "axes"), CASES, ids=str)
 def test_loss_curve_equals_the_unsharded_scripts(name, axes):
-    script, grid = flax_models.script(name), _grid(*axes)
+    script, grid = flax_models.script(name), grids.over(*axes)
     batch = next(script.batches(1))
     with jax.set_mesh(grid.mesh):  # as ax.init leaves it
         model = parallelize(script.make(), grid, call=script.call(batch))
@@ -82,7 +77,7 @@ def test_loss_curve_equals_the_unsharded_scripts(name, axes):
     ],
 )
 def test_gradients_of_one_step(name, with_call):
-    script, grid = flax_models.script(name), _grid(1, 2, 2, 2)
+    script, grid = flax_models.script(name), grids.over(1, 2, 2, 2)
     batch = next(script.batches(1))
     plain = script.make()
     model = parallelize(plain, grid, call=script.call(batch) if with_call else None)
@@ -115,12 +110,12 @@ def check_statistics(plain, model, batch):
 
 def test_a_grid_of_one_device_is_the_identity():
     model = flax_models.script("mlp").make()
-    assert parallelize(model, _grid(1, 1, 1, 1)) is model
+    assert parallelize(model, grids.over(1, 1, 1, 1)) is model
 
 
 @pytest.mark.parametrize("with_call", [True, False], ids=["flow", "order"])
 def test_einsum_attention_and_a_tied_table(with_call):
-    grid = _grid(1, 2, 2, 2)
+    grid = grids.over(1, 2, 2, 2)
     plain = layer_zoo.Einsums(nnx.Rngs(1))
     ids = np.random.default_rng(0).integers(-64, 64, (8, 6), dtype=np.int32)
     model = parallelize(plain, grid, call=(lambda m: m(ids)) if with_call else None)
@@ -142,7 +137,7 @@ def test_einsum_attention_and_a_tied_table(with_call):
 
 
 def test_bfloat16_layers_keep_their_dtypes():
-    grid = _grid(1, 2, 2, 2)
+    grid = grids.over(1, 2, 2, 2)
     plain = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = jnp.ones((8, 16), jnp.bfloat16)
 
@@ -152,7 +147,7 @@ def test_bfloat16_layers_keep_their_dtypes():
 
     step = nnx.jit(nnx.grad(loss, has_aux=True))
     # Gradients are summed over `data` in float32, on a grid where nothing else is.
-    lowered = step.lower(parallelize(plain, _grid(4, 2, 1, 1)), x).as_text()
+    lowered = step.lower(parallelize(plain, grids.over(4, 2, 1, 1)), x).as_text()
     sums = re.findall(r"stablehlo.all_reduce.*?\) -> tensor<([^>]*)>", lowered, re.DOTALL)
     assert {"8x32xf32", "32xf32"} <= set(sums)
     assert not any("bf16" in each for each in sums)

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
 
 VOCAB, HIDDEN, LENGTH, ROWS = 64, 32, 6, 8
 GRIDS = [(1, 2, 2, 2), (2, 2, 1, 2)]
@@ -111,15 +110,11 @@ def _assert_same(got, want):
         assert float(jnp.abs(np.asarray(here) - exact).max()) <= GRADIENT_TOLERANCE * scale, path
 
 
-def _grid(*axes):
-    return grids.lay(GridShape(1, *axes))
-
-
 @pytest.mark.parametrize(
     ("name", "axes"), [("lm", GRIDS[0]), ("lm1", GRIDS[1]), ("conv", GRIDS[0]), ("conv", GRIDS[1])], ids=str
 )
 def test_loss_and_gradients_are_the_plain_ones(name, axes):
-    (loss, params, batches), grid = _case(name), _grid(*axes)
+    (loss, params, batches), grid = _case(name), grids.over(*axes)
     with jax.set_mesh(grid.mesh):  # as ax.init leaves it
         sharded, placed = ax.parallelize_linen(loss, params, grid, batches())
         got = _gradients(sharded, placed, grid.shard_batch(batches()))
@@ -136,7 +131,7 @@ def test_loss_and_gradients_are_the_plain_ones(name, axes):
 @pytest.mark.parametrize("name", ["lm", "batch norm"])
 def test_replicas_under_vmap_reduce_over_data_once(name):
     """Microbatches of two replicas, their rows over `z` alone."""
-    (loss, params, batches), grid, replicas = _case(name), _grid(2, 2, 1, 2), 2
+    (loss, params, batches), grid, replicas = _case(name), grids.over(2, 2, 1, 2), 2
     batch = batches(2)
     sharded, placed = ax.parallelize_linen(loss, params, grid, jax.tree.map(lambda b: b[0, ::replicas], batch))
     sharded = sharded.with_row_axes(("z",), "data")
@@ -217,7 +212,7 @@ def _gathered(sharded, params, batch):
 
 
 def test_axis_names_subclasses_stacks_and_branches():
-    (model, boxed, x), grid = _annotated(), _grid(1, 2, 2, 2)
+    (model, boxed, x), grid = _annotated(), grids.over(1, 2, 2, 2)
     compiled = jax.jit(model.apply)
 
     def loss(params, x):
@@ -245,7 +240,7 @@ def test_axis_names_subclasses_stacks_and_branches():
 
 def test_stacked_parameters_are_laid_out_behind_their_layers():
     loss, params, batches = _case("lm1")
-    sharded, _ = ax.parallelize_linen(loss, params, _grid(1, 2, 2, 2), batches())
+    sharded, _ = ax.parallelize_linen(loss, params, grids.over(1, 2, 2, 2), batches())
     block = sharded.specs["ScanCheckpointBlock_0"]
     assert sharded.specs["Embed_0"]["embedding"] == P(("y", "z"), "x")
     assert block["Dense_1"]["kernel"] == P(("x", "z"), None, "y")
@@ -265,7 +260,7 @@ class Unread(nn.Module):
 
 
 def test_overrides_are_by_path_in_the_tree():
-    grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
+    grid, x = grids.over(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
     model = nn.scan(Unread, variable_axes={"params": 0}, split_rngs={"params": True}, length=64)()
     params = model.init(jax.random.key(0), (x, np.zeros((ROWS, 8), np.float32)), None)
 
@@ -291,7 +286,7 @@ class ByHand(nn.Module):
 
 def test_a_table_that_a_product_reads_too_is_gathered_over_z():
     """XLA multiplies wrong with one that `z` and both other axes split, on a mesh with `data` too."""
-    model, ids, grid = ByHand(), _ids(), _grid(1, 2, 2, 2)
+    model, ids, grid = ByHand(), _ids(), grids.over(1, 2, 2, 2)
     params = model.init(jax.random.key(0), ids)
 
     def loss(params, ids):
@@ -308,7 +303,7 @@ def test_a_table_that_a_product_reads_too_is_gathered_over_z():
 
 def test_modules_beside_each_other_overrides_and_dtypes():
     """Two models in one loss, their layers of one path; a dtype; shapes in place of arrays."""
-    grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
+    grid, x = grids.over(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
     first, second = nn.Dense(16), nn.Dense(16)
     params = {"a": first.init(jax.random.key(0), x), "b": second.init(jax.random.key(1), x), "gain": jnp.ones(16)}
 

@@ -16,10 +16,6 @@ import axonn_jax as ax
 from axonn_jax.grid import GridShape
 
 
-def _grid(*axes):
-    return grids.lay(GridShape(1, *axes))
-
-
 def _roles(model):
     return {entry.path: entry.roles for entry in ax.sharding_report(model).entries}
 
@@ -27,7 +23,7 @@ def _roles(model):
 @pytest.mark.parametrize("name", ["mlp", "transformer", "vit", "cnn"])
 def test_type_names_shapes_and_values_of_parameters_stay(name):
     plain = flax_models.script(name).make()
-    model = ax.parallelize(plain, _grid(1, 2, 2, 2))
+    model = ax.parallelize(plain, grids.over(1, 2, 2, 2))
     assert type(model) is type(plain)
     before, after = (dict(nnx.to_flat_state(nnx.state(m, nnx.Param))) for m in (plain, model))
     assert before.keys() == after.keys()
@@ -47,7 +43,7 @@ BLOCK = {"norm_1": "x", "attention.query": "x -> y", "attention.key": "x -> y", 
 def test_roles_alternate_and_branches_share_theirs(with_call):
     script = flax_models.script("transformer")
     batch = next(script.batches(1))
-    model = ax.parallelize(script.make(), _grid(1, 2, 2, 2), call=script.call(batch) if with_call else None)
+    model = ax.parallelize(script.make(), grids.over(1, 2, 2, 2), call=script.call(batch) if with_call else None)
     want = {f"blocks.{i}.{name}": roles for i in range(2) for name, roles in BLOCK.items()}
     want |= {"tokens": "y -> x", "positions": "y -> x", "norm": "x", "head": "x -> y"}
     assert _roles(model) == want
@@ -79,7 +75,7 @@ def _gradients(model, x):
 
 
 def test_what_cannot_be_split_is_listed_with_the_reason_and_still_right():
-    grid, plain = _grid(1, 2, 2, 2), Odd(nnx.Rngs(0))
+    grid, plain = grids.over(1, 2, 2, 2), Odd(nnx.Rngs(0))
     model = ax.parallelize(plain, grid)
     text = str(ax.sharding_report(model))
     assert _roles(model) == {"(model)": "replicated", "first": ". -> y", "masked": "replicated", "grouped": "y -> y",
@@ -102,7 +98,7 @@ def test_what_cannot_be_split_is_listed_with_the_reason_and_still_right():
 
 def test_overrides():
     make = flax_models.script("transformer").make
-    grid = _grid(1, 1, 2, 2)
+    grid = grids.over(1, 1, 2, 2)
     overrides = {"blocks.*.attention.*": "replicated", "blocks.1.*.out": "y", "head": "y"}
     roles = _roles(ax.parallelize(make(), grid, overrides=overrides))
     assert roles["blocks.0.attention.out"] == roles["blocks.1.attention.query"] == "replicated"
@@ -114,7 +110,7 @@ def test_overrides():
 
 def test_predicted_collectives_are_the_compiled_ones():
     """Kind, axis and buffer bytes of every collective of an MLP's forward and backward pass, and no others."""
-    script, grid = flax_models.script("mlp"), _grid(1, 2, 2, 2)
+    script, grid = flax_models.script("mlp"), grids.over(1, 2, 2, 2)
     batch = next(script.batches(1))
     model = ax.parallelize(script.make(), grid, call=script.call(batch))
     step = nnx.jit(nnx.value_and_grad(script.loss))
@@ -147,7 +143,7 @@ def test_predicted_collectives_are_the_compiled_ones():
 )
 def test_no_relayout_between_layers(name):
     """Gathers and scatters are over z only, and nothing is permuted or exchanged."""
-    script, grid = flax_models.script(name), _grid(1, 2, 2, 2)
+    script, grid = flax_models.script(name), grids.over(1, 2, 2, 2)
     batch = next(script.batches(1))
     model = ax.parallelize(script.make(), grid, call=script.call(batch))
     compiled = nnx.jit(nnx.value_and_grad(script.loss)).lower(model, grid.shard_batch(batch)).compile().as_text()
@@ -164,7 +160,7 @@ class Linen(linen.Module):
 
 
 def test_refusals_are_one_line():
-    grid = _grid(1, 1, 2, 1)
+    grid = grids.over(1, 1, 2, 1)
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     staged = grids.lay(GridShape(2, 1, 1, 2, 1))
     cases = [
@@ -186,9 +182,15 @@ def test_refusals_are_one_line():
             "overrides['layer.0'] = 'x': a pattern that matches the path of some layer that can be split; "
             "did you mean 'layers.0'?",
         ),
+        (lambda: ax.parallelize(model, grid, overrides=["*"]), "overrides = ['*']: a mapping or None"),
+        (
+            lambda: ax.sharding_report(nnx.state(model)),
+            "model = 'State': an instance of Module or an inst",
+        ),
+        (lambda: grid.shard_batch({"name": "text"}), "batch['name'] = 'str': an array of numbers, rows first"),
         (lambda: ax.parallelize(model, grid, overrides={"*": "z"}), "overrides['*'] = 'z': one of 'x', 'y', 'rep"),
         (
-            lambda: _grid(2, 2, 1, 1).shard_batch({"image": np.zeros((6, 2)), "scale": 1.0}),
+            lambda: grids.over(2, 2, 1, 1).shard_batch({"image": np.zeros((6, 2)), "scale": 1.0}),
             "batch['image'] rows = 6: a multiple of data*z = 4; nearest: 4 or 8",
         ),
     ]
@@ -200,7 +202,7 @@ def test_refusals_are_one_line():
 
 
 def test_linen_through_the_bridge_trains_replicated():
-    grid = _grid(2, 2, 1, 2)
+    grid = grids.over(2, 2, 1, 2)
     x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     plain = nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(0)).lazy_init(x)
     model = ax.parallelize(plain, grid)
@@ -213,6 +215,6 @@ def test_linen_through_the_bridge_trains_replicated():
 def test_a_model_without_values_is_planned_too():
     """nnx.eval_shape's models get shardings, so that a run can be compiled before it exists."""
     model = nnx.eval_shape(flax_models.script("mlp").make)
-    kernel = ax.parallelize(model, _grid(1, 2, 2, 2)).layers.layers[0].kernel.get_value()
+    kernel = ax.parallelize(model, grids.over(1, 2, 2, 2)).layers.layers[0].kernel.get_value()
     assert isinstance(kernel, jax.ShapeDtypeStruct)
     assert kernel.sharding.spec == P(("x", "z"), "y")

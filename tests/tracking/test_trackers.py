@@ -256,8 +256,12 @@ def test_a_loop_of_ones_own_that_cannot_be_tracked(tmp_path):
         "directory = '.*x': a directory that can be written; Not a dir": lambda: ax.tracked(grid, file / "x"),
         "directory = '/proc/x': a directory that can be written; No such": lambda: ax.tracked(grid, "/proc/x"),
         "resumed = 'auto': an integer": lambda: ax.tracked(grid, tmp_path, resumed="auto"),
+        "config = 'run.toml': a mapping": lambda: ax.tracked(grid, tmp_path, config="run.toml"),
+        "step = 'a': an integer": lambda: log.log("a", loss=1.0),
+        "loss = 'an array of 2 numbers': a number, a": lambda: log.log(1, loss=np.ones(2)),
+        "step = None: an integer": lambda: log.saved(None, tmp_path),
     }.items():
-        with pytest.raises(ax.UserError, match=f"^{says}"):
+        with pytest.raises(ax.UserError, match=f"^{says}"), ax.tracked(grid, tmp_path / "own") as log:
             call()
 
 

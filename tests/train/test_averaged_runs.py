@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from launched import AXONN, command, finished, succeeded, write_config
+from commands import said, trained
+from launched import write_config
 from safetensors.numpy import load_file
 
 from axonn_jax.checkpoint.manifest import read
@@ -29,12 +30,10 @@ def run(tmp_path_factory, prepared):
     place = tmp_path_factory.mktemp("averaged")
     config = write_config(place / "c.toml", prepared, 1, "[checkpoint]\nevery = 1\nkeep = 9")
     given = {"train_eval_every": 2, "train_schedule": "constant"}
-    succeeded(command(config, place / "plain", train_steps=STEPS, **given))
+    trained(config, place / "plain", train_steps=STEPS, **given)
     given["train_ema"] = DECAY
-    succeeded(command(config, place / "run", train_steps=2, **given))
-    succeeded(
-        command(config, place / "run", grid_z=2, grid_y=2, train_steps=STEPS, memory_offload="optimizer", **given)
-    )
+    trained(config, place / "run", train_steps=2, **given)
+    trained(config, place / "run", grid_z=2, grid_y=2, train_steps=STEPS, memory_offload="optimizer", **given)
     return place / "run", place / "plain"
 
 
@@ -58,15 +57,13 @@ def test_evaluations_are_the_averages_and_training_losses_the_weights(run):
 
 def test_convert_and_generate_take_the_average(run, tmp_path):
     averaged, _ = run
-    succeeded([*AXONN, "convert", str(averaged), str(tmp_path / "hf")])
+    said("convert", averaged, tmp_path / "hf")
     own = {value.shape: value for value in arrays(averaged, STEPS, AVERAGE).values()}
     (table,) = (value for name, value in load_file(tmp_path / "hf/model.safetensors").items() if "wte" in name)
     np.testing.assert_array_equal(table, own[table.shape])
-    texts = []
-    for place in (averaged, tmp_path / "hf"):
-        words = [*AXONN, "generate", str(place), "--prompt", "the", "--tokens", "8", "--temperature", "0"]
-        texts.append(succeeded(words).stdout)
-    assert texts[0] == texts[1]
+    words = ["--prompt", "the", "--tokens", "8", "--temperature", "0"]
+    texts = [said("generate", place, *words)[0] for place in (averaged, tmp_path / "hf")]
+    assert texts[0] == texts[1] != ""
 
 
 @pytest.mark.parametrize("more", [{}, {"memory_offload": "optimizer", "memory_precision": "fp16"}], ids=["", "offload"])
@@ -75,23 +72,22 @@ def test_the_average_of_a_run_that_begins_with_weights_begins_with_them(run, pre
     averaged, _ = run
     config = write_config(tmp_path / "c.toml", prepared)
     given = {"train_ema": 0.9, "train_steps": 1, "checkpoint_weights": averaged, **more}
-    succeeded(command(config, tmp_path / "run", **given))
+    trained(config, tmp_path / "run", **given)
     (want,) = (r["eval_loss"] for r in read_metrics(averaged) if "eval_loss" in r and r["step"] == STEPS)
     (got,) = (r["eval_loss"] for r in read_metrics(tmp_path / "run") if "eval_loss" in r and r["step"] == 0)
     assert got == pytest.approx(want, rel=2e-3 if more else 1e-6)
 
 
 def test_a_pipeline_has_no_average_and_says_so(prepared, tmp_path):
-    done = finished(command(write_config(tmp_path / "c.toml", prepared), tmp_path / "run", grid_pipe=2, train_ema=0.9))
-    assert done.returncode == 2
-    assert "error: train.ema = 0.9: 0 where grid.pipe is above 1" in done.stderr
+    config = write_config(tmp_path / "c.toml", prepared)
+    line = trained(config, tmp_path / "run", 2, grid_pipe=2, train_ema=0.9)
+    assert "error: train.ema = 0.9: 0 where grid.pipe is above 1" in line
 
 
 def test_routers_biases_that_move_by_counts_are_averaged_too(prepared, tmp_path):
-    given = {"model.experts": 4, "model.experts_per_token": 1, "moe.balance_rate": 0.1, "train.eval_every": 0}
-    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    given = {"model_experts": 4, "model_experts_per_token": 1, "moe_balance_rate": 0.1, "train_eval_every": 0}
     config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nevery = 1\nkeep = 9")
-    succeeded([*command(config, tmp_path / "run", train_steps=2, train_ema=DECAY), *words])
+    trained(config, tmp_path / "run", train_steps=2, train_ema=DECAY, **given)
     (name,) = (name for name in arrays(tmp_path / "run", 2, AVERAGE) if "router" in name and "bias" in name)
     first, last = (arrays(tmp_path / "run", step, PARAMS)[name] for step in (1, 2))
     average = (arrays(tmp_path / "run", step, AVERAGE)[name] for step in (1, 2))
@@ -102,12 +98,12 @@ def test_routers_biases_that_move_by_counts_are_averaged_too(prepared, tmp_path)
 
 def test_adapters_beside_an_averaged_run_know_its_averages_again(run, prepared, tmp_path):
     config = write_config(tmp_path / "c.toml", prepared, 1, f'[checkpoint]\nweights = "{run[0]}"\n[lora]\nrank = 2')
-    succeeded(command(config, tmp_path / "run", train_steps=2, train_eval_every=2, train_ema=DECAY))
+    trained(config, tmp_path / "run", train_steps=2, train_eval_every=2, train_ema=DECAY)
     before, after = (record["eval_loss"] for record in read_metrics(tmp_path / "run") if "eval_loss" in record)
     assert before == [record["eval_loss"] for record in read_metrics(run[0]) if "eval_loss" in record][-1]
-    succeeded([*AXONN, "convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--merge"])
+    said("convert", tmp_path / "run", tmp_path / "hf", "--merge")
     config = write_config(tmp_path / "d.toml", prepared, 1, f'[checkpoint]\nweights = "{tmp_path / "hf"}"')
-    succeeded(command(config, tmp_path / "merged", train_steps=1))
+    trained(config, tmp_path / "merged", train_steps=1)
     merged = next(record["eval_loss"] for record in read_metrics(tmp_path / "merged") if "eval_loss" in record)
     assert merged == pytest.approx(after, abs=1e-5)
 
@@ -115,8 +111,7 @@ def test_adapters_beside_an_averaged_run_know_its_averages_again(run, prepared, 
 def test_a_run_resumed_without_its_average_says_so(run, prepared, tmp_path):
     config = write_config(tmp_path / "c.toml", prepared)
     place = run[0] / "checkpoints" / f"step_{STEPS:08d}"
-    done = finished(command(config, tmp_path / "run", checkpoint_resume=place))
-    assert done.returncode == 2
-    assert f"error: checkpoint.resume = '{place}': a checkpoint of a run without train.ema, as this one" in done.stderr
-    done = finished([*AXONN, "prune", str(run[0]), str(tmp_path / "pruned")])
-    assert "error: train.ema = 0.5: 0 where weights are pruned" in done.stderr
+    line = trained(config, tmp_path / "run", 2, checkpoint_resume=place)
+    assert f"error: checkpoint.resume = '{place}': a checkpoint of a run without train.ema, as this one" in line
+    _, line = said("prune", run[0], tmp_path / "pruned", status=2)
+    assert "error: train.ema = 0.5: 0 where weights are pruned" in line

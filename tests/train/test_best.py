@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from launched import command, finished, write_config
+from commands import trained
+from launched import write_config
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.distributed.host_sync import LocalSync
@@ -37,38 +38,31 @@ def runs(tmp_path_factory, prepared):
     """A run on data 2 whose rate is far too high, with patience 2, and the same gone on on y 2 pipe 2 for 6 steps."""
     place = tmp_path_factory.mktemp("best")
     config = write_config(place / "c.toml", prepared, 1, "[checkpoint]\nkeep = 1\nbest = true")
-    given = {"train_lr": 1.0, "train_clip": 0, "train_warmup": 20, "train_eval_every": 2, "train_patience": 2}
-    first = finished(command(config, place / "run", grid_data=2, train_steps=60, train_schedule="constant", **given))
+    given = {"train_lr": 1.0, "train_clip": 0, "train_warmup": 20, "train_eval_every": 2, "train_schedule": "constant"}
+    early = {"grid_data": 2, "train_steps": 60, "train_patience": 2, **given}
+    said = trained(config, place / "run", **early)
     ended = read_metrics(place / "run")
-    same = finished(command(config, place / "run", grid_data=2, train_steps=60, train_schedule="constant", **given))
-    assert same.returncode == 0
-    assert f"ended early at step {ended[-1]['step']}: nothing left to train" in same.stderr
+    assert f"ended early at step {ended[-1]['step']}: nothing left to train" in trained(config, place / "run", **early)
     assert read_metrics(place / "run") == ended
-    given["train_patience"] = 0
-    steps = ended[-1]["step"] + 6
-    again = finished(
-        command(config, place / "run", grid_y=2, grid_pipe=2, train_steps=steps, train_schedule="constant", **given)
-    )
-    return place / "run", first, ended, again
+    trained(config, place / "run", grid_y=2, grid_pipe=2, train_steps=ended[-1]["step"] + 6, **given)
+    return place / "run", said, ended
 
 
 def test_a_run_whose_held_out_loss_does_not_fall_ends_early_and_keeps_the_best(runs):
-    run, first, ended, again = runs
-    assert first.returncode == again.returncode == 0, first.stderr[-2000:] + again.stderr[-2000:]
+    run, said, ended = runs
     losses = [(record["step"], record["eval_loss"]) for record in ended if "eval_loss" in record]
     step, loss = min(losses, key=lambda one: one[1])
     assert [one for one, _ in losses[-3:]] == [step, step + 2, step + 4], "it ends behind two evaluations"
     assert ended[-1]["step"] == step + 4 < 60
-    assert f"ended early: no held-out loss was below that of step {step}, {loss:.4f}\n" in first.stderr
-    assert f"trained {step + 4} of 60 steps in " in first.stderr
-    assert f"the lowest held-out loss, {loss:.4f}, is of step {step}; checkpoint " in first.stderr
+    assert f"ended early: no held-out loss was below that of step {step}, {loss:.4f}\n" in said
+    assert f"trained {step + 4} of 60 steps in " in said
+    assert f"the lowest held-out loss, {loss:.4f}, is of step {step}; checkpoint " in said
     best = min(((r["step"], r["eval_loss"]) for r in read_metrics(run) if "eval_loss" in r), key=lambda one: one[1])
     assert [step_of(path) for path in all_steps(run / "checkpoints")] == sorted({best[0], step + 10}, reverse=True)
 
 
 def test_a_warm_up_longer_than_the_run_is_the_runs(prepared, tmp_path):
     config = write_config(tmp_path / "c.toml", prepared)
-    done = finished(command(config, tmp_path / "run", train_steps=2, train_warmup=20, train_eval_every=0))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "train.warmup = 20 is longer than the run: the rate rises in all 2 steps" in done.stderr
+    said = trained(config, tmp_path / "run", train_steps=2, train_warmup=20, train_eval_every=0)
+    assert "train.warmup = 20 is longer than the run: the rate rises in all 2 steps" in said
     assert [r["lr"] for r in read_metrics(tmp_path / "run") if "lr" in r] == pytest.approx([1.5e-3, 3e-3])

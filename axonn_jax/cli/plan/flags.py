@@ -139,7 +139,10 @@ def ask(args: PlanFlags) -> Question:
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    model, machine = named_model(args.model, args.settings), load_machine(args.machine).shared(args.devices)
+    model, machine = (
+        named_model(args.model, args.settings),
+        load_machine(args.machine, "--machine").shared(args.devices),
+    )
     shape, config = model.shape, model.config
     batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:

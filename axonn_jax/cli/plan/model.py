@@ -1,7 +1,7 @@
 """The model that `plan` and `simulate` are asked about: a published one, or that of a file or directory."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     for key, value in flags:
         if key in _CHOSEN:
             raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {_CHOSEN[key]}")
-    said = any(key == "train.global_batch" for key, _ in flags)
+    said = {key for key, _ in flags}
     if path.is_dir() and is_pretrained(path):
         shape = shape_of(path, "--model")
         default = {f.name: f.default for f in fields(ModelShape)} | {"kv_heads": shape.heads, "ffn": 4 * shape.hidden}
@@ -102,12 +102,14 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     return _named(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), said, own=True)
 
 
-def _named(config: Config, words: str, source: str, batched: bool, own: bool = False) -> NamedModel:
-    """Return the model of a configuration, whose batch counts if the words say it or the configuration is its `own`."""
+def _named(config: Config, words: str, source: str, said: Collection[str], own: bool = False) -> NamedModel:
+    """Return the model of a configuration, whose batch counts if it is `said` in the words, or the configuration its
+    `own`; data must be there if it is said."""
     config.lora.check()
     places = [Path(place) for place in (config.data.path, *config.data.mix) if place]
-    known = next((place for place in places if (place / MANIFEST).is_file()), None)
-    data = Manifest.load(known) if known else None
+    here = bool({"data.path", "data.mix"} & {*said})
+    known = [Manifest.load(place) for place in places if here or (place / MANIFEST).is_file()]
+    data, batched = known[0] if known else None, "train.global_batch" in said
     if data is None and config.model.preset is None and "vocab" not in config.model.given:
         raise UserError("model.vocab", NOT_GIVEN, f"given in {source}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=data.vocab if data else None)

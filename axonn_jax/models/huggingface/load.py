@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.models.huggingface.tensor_map import Bounds
@@ -41,6 +41,7 @@ def _born(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.
     return jax.make_array_from_single_device_arrays(want.shape, sharding, shards)
 
 
+@typed_arguments
 def from_pretrained(directory: str | Path, grid: Grid) -> Transformer:
     """Return the model in a pretrained directory, in float32 and laid out over a grid; no collectives.
 

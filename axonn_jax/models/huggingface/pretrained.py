@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import TOML_BYTES, check_pointer, read_bytes, read_json, replace_whole
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.models.presets import OF_EXPERTS, shape_in
@@ -96,6 +96,7 @@ def read_object(path: Path, field: str, most: int, missing: Callable[[], UserErr
     return content
 
 
+@typed_arguments
 def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
     """The sizes of the model in a directory: a pretrained one's, a run's, or those of a checkpoint (a step_N).
 

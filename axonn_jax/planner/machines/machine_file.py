@@ -27,7 +27,7 @@ def machine_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
-def load_machine(name: str) -> Machine:
+def load_machine(name: str, field: str = "machine") -> Machine:
     """Return a machine that comes with the package, or that of a TOML file whose path is given.
 
     Raises:
@@ -39,20 +39,20 @@ def load_machine(name: str) -> Machine:
         if path.suffix != ".toml":
             names = machine_names()
             accepted = f"one of {', '.join(names)}, or the path of a .toml file{nearest(name, names)}"
-            raise UserError("--machine", name, accepted)
+            raise UserError(field, name, accepted)
     try:
         text = read_bytes(path, TOML_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise UserError("--machine", str(path), f"a machine file that can be read; {error}") from None
-    return loads_machine(text, path.stem, str(path))
+        raise UserError(field, str(path), f"a machine file that can be read; {error}") from None
+    return loads_machine(text, path.stem, str(path), field)
 
 
-def loads_machine(text: str, name: str, source: str = "text") -> Machine:
+def loads_machine(text: str, name: str, source: str = "text", field: str = "machine") -> Machine:
     """Read a machine from TOML text; raise ``UserError`` that names the table and key that are wrong."""
     try:
         raw = parse_toml(text)
     except ValueError as error:
-        raise UserError("--machine", source, f"valid TOML; {error}") from None
+        raise UserError(field, source, f"valid TOML; {error}") from None
     if "name" in raw:
         raise UserError("name", raw["name"], "not a key of a machine file, which is named as the file")
     machine = typed(Machine, {"name": name, **raw}, closed=True)

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError, first_line, nearest
-from axonn_jax.grid import Grid, typed_grid, without_mesh
+from axonn_jax.errors import UserError, first_line, nearest, typed_arguments
+from axonn_jax.grid import Grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
@@ -26,6 +26,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 _OVERRIDES = ("x", "y", "replicated")
 
 
+@typed_arguments
 def parallelize(
     model: Model | Callable[[], Model],
     grid: Grid,
@@ -127,8 +128,7 @@ def _spread(
     return {path: replace(plan, spread=tuple(split[path])) for path, plan in plans.items()}
 
 
-def _check(model: Any, grid: Any) -> None:
-    typed_grid(grid)
+def _check(model: Any, grid: Grid) -> None:
     if not isinstance(model, nnx.Module):
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:

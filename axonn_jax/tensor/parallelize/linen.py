@@ -14,8 +14,8 @@ from flax.core import meta
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES, Grid, typed_grid
+from axonn_jax.errors import UserError, typed_arguments
+from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
@@ -155,6 +155,7 @@ class LinenLoss:
         return call.by_rows(self.mesh, self.row_axes)
 
 
+@typed_arguments
 def parallelize_linen(
     loss: Loss, params: Any, grid: Grid, batch: Any, *, overrides: Mapping[str, str] | None = None
 ) -> tuple[LinenLoss, Any]:
@@ -226,7 +227,6 @@ def _unboxed(leaf: Any) -> Any:
 
 
 def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
-    typed_grid(grid)
     if grid.shape.pipe > 1:
         raise UserError("grid.pipe", grid.shape.pipe, "1 for parallelize_linen")
     if isinstance(loss, linen.Module | LinenLoss) or not callable(loss):

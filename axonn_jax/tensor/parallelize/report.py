@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
+from axonn_jax.errors import typed_arguments
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
@@ -71,6 +72,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return (entry.path, entry.plan.kind, entry.roles, f"{entry.device_bytes:,}", f"{entry.bytes:,}", *sums)
 
 
+@typed_arguments
 def sharding_report(model: nnx.Module | LinenLoss) -> ShardingReport:
     """Return the report of `parallelize` for this model, layers in the order of its attributes; `print` it.
 

@@ -65,7 +65,7 @@ class PipelineEngine:
 
         made = fitted() if isinstance(model, nnx.Module) else None
         abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
-        self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
+        checked, self._padding, split = check_model(abstract), padding_of(abstract), split_module(abstract)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
         checked.check_grid(grid.shape)

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
-from axonn_jax.experts.grouped import activated
 from axonn_jax.experts.layer import MixtureOfExperts
 from axonn_jax.experts.router import Packing
 from axonn_jax.experts.shape import slots_of
@@ -30,7 +29,7 @@ from axonn_jax.models.packed import inputs_of, values_of
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.models.transformer import Block, Transformer
 from axonn_jax.options import Activations, AttentionKernel, Precision
-from axonn_jax.tensor.elementwise import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey, activated
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, swapped

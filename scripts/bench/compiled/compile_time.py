@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled.common import temporary_bytes, text_of
 from hlo.program import parse
-from race import in_turns
+from racer import in_turns
 
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
 from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
-from race import in_turns
+from racer import in_turns
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
