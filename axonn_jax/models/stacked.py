@@ -60,7 +60,7 @@ class Stacked(nnx.Module):
 
         Traced and compiled once, whatever the count. The carry keeps its shapes, dtypes and varying axes.
         """
-        kinds = [self.every] if self.period == 1 else list(self.every)
+        kinds: Any = [self.every] if self.period == 1 else self.every
         split: Any = [nnx.split(kind, nnx.Param, ...) for kind in kinds]
 
         def step(carry: Carry, layers: tuple[jax.Array, Any]) -> tuple[Carry, None]:

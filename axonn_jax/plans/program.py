@@ -206,7 +206,8 @@ class _Walk:
             walk = _Walk(self.sizes, self.rows)
             at = len(inputs) - len(body.invars)
             given = inputs[at:] if at >= 0 else [*inputs, *[_Array(frozenset(), 1)] * -at]
-            results = walk.run(body, [replace(walk.array(0.0, one.shards), stored=one.stored) for one in given], manual=manual)
+            arrive = [replace(walk.array(0.0, one.shards), stored=one.stored) for one in given]
+            results = walk.run(body, arrive, manual=manual)
             found.append((walk.flops, walk.moved, walk.peak(results), results))
         flops, moved, most, results = max(found, key=lambda one: one[0])
         self.flops += times * flops

@@ -139,10 +139,8 @@ def ask(args: PlanFlags) -> Question:
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
     """
-    model, machine = (
-        named_model(args.model, args.settings),
-        load_machine(args.machine, "--machine").shared(args.devices),
-    )
+    machine = load_machine(args.machine, "--machine").shared(args.devices)
+    model = named_model(args.model, args.settings)
     shape, config = model.shape, model.config
     batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:

@@ -61,7 +61,8 @@ class PipelineEngine:
         prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
     ):
         def fitted() -> nnx.Module:
-            return fit_vocabulary(model if isinstance(model, nnx.Module) else model(), grid.shape)
+            made: Any = check_model(model if isinstance(model, nnx.Module) else model())
+            return fit_vocabulary(made, grid.shape)
 
         made = fitted() if isinstance(model, nnx.Module) else None
         abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
