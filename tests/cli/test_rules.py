@@ -10,13 +10,14 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.errors import UserError
-from axonn_jax.train.rules import DENSE, LOSS, NO_OFFLOAD, OFFLOAD, PIPE, PRUNED, RULES, Chosen, Rule, check_rules
+from axonn_jax.train.rules import DENSE, LOSS, NO_OFFLOAD, OFFLOAD, ONCE, PIPE, PRUNED, RULES, Chosen, Rule, check_rules
 
 PLAIN = Chosen(ax.GridShape(data=2))
 BESIDE = {
     PIPE: {"grid": ax.GridShape(pipe=2)},
     OFFLOAD: {"memory": ax.MemoryConfig(offload="optimizer")},
     NO_OFFLOAD: {},
+    ONCE: {},
     PRUNED: {"prune": ax.PruneConfig(density=0.5)},
     LOSS: {"loss": True},
     DENSE: {"experts": False},
