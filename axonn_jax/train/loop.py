@@ -163,9 +163,9 @@ class Run:
         if enough:
             self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
         self.say("; ".join([", ".join(done), *self._pictures(step), saved]))
-        if self.config.checkpoint.best and self._checkpoint(self.best.step).exists():
-            best = f"{self.best.loss:.4f}, is of step {self.best.step}; checkpoint {self._checkpoint(self.best.step)}"
-            self.say(f"the lowest held-out loss, {best}")
+        if self.config.checkpoint.best and math.isfinite(self.best.loss):
+            kept = path if (path := self._checkpoint(self.best.step)).exists() else "(none)"
+            self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {kept}")
         self._say_undone()
         return 1 if error else 0
 

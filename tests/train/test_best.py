@@ -69,6 +69,13 @@ def test_a_run_whose_held_out_loss_does_not_fall_ends_early_and_keeps_the_best(r
     assert [step_of(path) for path in all_steps(run / "checkpoints")] == sorted({best[0], step + 10}, reverse=True)
 
 
+def test_initial_weights_that_no_checkpoint_of_the_run_equals_are_named(runs, prepared, tmp_path, capsys):
+    config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nbest = true")
+    given = {"train_lr": 1e6, "train_steps": 2, "checkpoint_weights": runs[0], "log_dir": tmp_path / "run"}
+    assert main(["train", str(config), *flags(given)]) == 0
+    assert ", is of step 0; checkpoint (none)\n" in capsys.readouterr().err
+
+
 def test_a_run_stopped_before_the_evaluation_that_ends_it_ends_when_it_goes_on(prepared, tmp_path, monkeypatch):
     def stops(self, fault):
         self._number = signal.SIGTERM if next(steps) == ended else 0
