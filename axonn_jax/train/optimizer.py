@@ -14,7 +14,7 @@ import optax
 
 from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
-from axonn_jax.memory.optimizer_traits import check_offload, check_update, owner
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update, owner
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.vocabulary import Padded
 from axonn_jax.options import Optimizer, is_muons
@@ -172,10 +172,10 @@ def unpadded(
     One that treats every element by itself needs none of that. State as large as its parameter stays padded as that is.
     """
     own = {name: trained[name] for name in padding if name in trained}
-    with suppress(UserError):  # it looks at all parameters together
+    with suppress(Exception):  # of a stranger's code, or it looks at all parameters together
         if not own or check_offload(optimizer, "a padded vocabulary", own):
             return optimizer
-    inner = optax.with_extra_args_support(optimizer)
+    tx = optax.with_extra_args_support(optimizer)
 
     def fitted(tree: Any, like: Params, *, grows: bool = False) -> Any:
         """Return a tree of parameters or state with the true vocabulary, or where it `grows` sizes of `like`."""
@@ -194,11 +194,11 @@ def unpadded(
         return jax.tree_util.tree_map_with_path(fit, tree)
 
     def init(params: Any) -> Any:
-        return fitted(inner.init(fitted(params, params)), params, grows=True)
+        return fitted(tx.init(fitted(params, params)), params, grows=True)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         given = (fitted(tree, grads) for tree in (grads, state, params))
-        updates, state = inner.update(*given, **extra)
+        updates, state = tx.update(*given, **extra)
         return fitted(updates, grads, grows=True), fitted(state, grads, grows=True)
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
@@ -221,15 +221,16 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
         decay: Share of the average that stays: `average = decay * average + (1 - decay) * weights` after each update;
             the first average is the weights at the start.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    check_optimizer_type(optimizer)
+    tx = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Averaged:
-        return Averaged(params, optimizer.init(params))
+        return Averaged(params, tx.init(params))
 
     def update(
         grads: Any, state: Any, params: Any = None, biases: Any = MappingProxyType({}), **extra: Any
     ) -> tuple[Any, Averaged]:
-        updates, inner = optimizer.update(grads, state.state, params, **extra)
+        updates, inner = tx.update(grads, state.state, params, **extra)
         updates = {**updates, **biases} if biases else updates  # updates of routers' biases, of `experts.load`
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, after)

@@ -55,11 +55,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_what_asks_for_more_is_one_line(pipe):
-    for name, optimizer in REFUSED.items():
-        with pytest.raises(UserError, match=rf"^optimizer = '{name}': an optax transformation of gradients[^\n]*$"):
-            make_trainer(grids.model_on(grids.GPT, grids.lay(GridShape())), optimizer, grids.lay(GridShape(pipe)))
+@pytest.mark.parametrize(
+    ("model", "pipe", "ema"), [("gpt", 1, 0.0), ("gpt", 1, 0.5), ("gpt", 2, 0.0), ("experts", 2, 0.0)]
+)
+def test_what_asks_for_more_is_one_line(model, pipe, ema):
+    shape = {"gpt": grids.GPT, "experts": grids.MIXTRAL}[model]
+    says = dict.fromkeys(REFUSED, "an optax transformation of gradients") | {"MultiSteps": "the transformation inside"}
+    for name, accepted in says.items():
+        optimizer = REFUSED.get(name, optax.MultiSteps(optax.sgd(0.1), 2))
+        with pytest.raises(UserError, match=rf"^optimizer = '{name}': {accepted}[^\n]*$"):
+            make_trainer(grids.model_on(shape, grids.lay(GridShape())), optimizer, GridShape(pipe), ema=ema)
 
 
 NAMED = {
