@@ -85,7 +85,10 @@ class Trackers:
         self.record(step, values)
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record values of a step, by name; an array of one number is this number."""
+        """Record values of a step, by name; an array of one number is this number, another one a ``UserError``."""
+        for name, value in values.items():
+            if getattr(value, "size", 1) != 1:
+                raise UserError(name, f"an array of {value.shape}", "a number, a text, the path of a PNG, or a table")  # type: ignore[union-attr]
         values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
         def tell(each: RunTracker) -> None:
