@@ -46,8 +46,10 @@ class Profile:
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
             shutil.rmtree(self._own, ignore_errors=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls, as of a compilation, would leave operations no room
             with self._told():
-                jax.profiler.start_trace(self._own, create_perfetto_trace=True)
+                jax.profiler.start_trace(self._own, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
     def after(self, step: int, results: Any) -> None:

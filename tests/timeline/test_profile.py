@@ -73,6 +73,17 @@ def test_a_run_that_goes_on_behind_some_of_the_steps_traces_the_rest(tmp_path):
     assert said == ["log.profile: step 5 is done already: nothing is traced"]
 
 
+def test_calls_of_python_as_of_a_compilation_take_no_operations_place(tmp_path):
+    """A trace has a million events: a step that compiled left few operations in it, or none."""
+    said = []
+    with Profile(range(1, 2), tmp_path, 0, said.append) as profile:
+        profile.before(1, None)
+        for _ in range(1_100_000):
+            len(said)
+        profile.after(1, jax.jit(lambda x: x + 1.0)(1.0))
+    assert "profile: 1 device busy " in said[1]
+
+
 def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
     said = []
 
