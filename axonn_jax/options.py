@@ -246,8 +246,8 @@ def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 
 def is_muons(name: str, rank: int) -> bool:
-    """Return True for a parameter that Muon updates, a matrix that is multiplied with; AdamW updates all others."""
-    return rank == 2 and name.endswith(".kernel")
+    """Return True for a parameter that Muon updates, a matrix of a hidden layer; AdamW updates all others."""
+    return rank == 2 and name.endswith(".kernel") and name != "head.kernel"
 
 
 def field_docs(cls: Any) -> dict[str, str]:

@@ -99,8 +99,17 @@ class PlanRequest:
     """True if the optimizer's state has an average of the weights (train.ema)."""
     packed: bool = False
     """True if rows hold several documents, which do not see each other."""
+    sub_batches: int = 0
+    """Parts of a microbatch's sequences on a device (tensor.sub_batches)."""
     duplicates: bool = False
     """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
+
+    def divides(self, each: int, size: int, pipe: int) -> bool:
+        """Return True if microbatches of `size` sequences are worth trying, where a device has `each` of the batch.
+
+        A pipeline with fewer microbatches than stages is more bubble than work.
+        """
+        return each // size >= pipe if pipe > 1 else size % max(self.sub_batches, 1) == 0
 
     @property
     def attention_form(self) -> AttentionForm:

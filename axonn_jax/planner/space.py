@@ -113,8 +113,7 @@ def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) 
     else:
         most = max(1, ROWS // request.shape.seq_len)
         sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
-    # A pipeline with fewer microbatches than stages is more bubble than work.
-    return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
+    return [size for size in sizes if request.divides(each, size, grid.pipe)]
 
 
 def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:

@@ -27,12 +27,15 @@ class Profile:
     """Trace of the steps of `log.profile` by jax.profiler, in `profile/rank_N` of the run's directory.
 
     What is traced begins when all earlier steps have ended, and ends with the last step. A run that ends in between
-    keeps what is there.
+    keeps what is there; one without a trace that goes on `behind` a step traces what is left of the steps.
     """
 
-    def __init__(self, steps: range, directory: Path, rank: int, say: Callable[[str], None]):
-        self._steps, self._say, self._running = steps, say, False
+    def __init__(self, steps: range, directory: Path, rank: int, say: Callable[[str], None], *, behind: int = 0):
+        self._say, self._running = say, False
         self._all, self._own = directory / FOLDER, directory / FOLDER / f"rank_{rank}"
+        self._steps = steps if self._own.exists() else range(max(steps.start, behind + 1), steps.stop)
+        if steps and not self._steps:
+            say(f"log.profile: step {steps[-1]} is done already: nothing is traced")
         self._traced = 0
 
     def __enter__(self) -> Self:
@@ -43,8 +46,10 @@ class Profile:
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
             shutil.rmtree(self._own, ignore_errors=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls, as of a compilation, would leave operations no room
             with self._told():
-                jax.profiler.start_trace(self._own, create_perfetto_trace=True)
+                jax.profiler.start_trace(self._own, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
     def after(self, step: int, results: Any) -> None:

@@ -1,6 +1,7 @@
 """Trackers of services: Weights & Biases and MLflow, each by its own library and its variables."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from axonn_jax.tracking.tracker import RunFacts, Value
 
 _PARAMS = 100
 """Settings that MLflow takes in a request."""
+_REFUSED = re.compile(r"[^/\w.\- :]")
+"""Characters that MLflow does not take in a metric's name, as in "acc@1" or "eval_loss/c++"."""
 _WAIT_S = 30.0
 """Time for W&B's first answer; by itself it waits for 90 s."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -117,7 +120,7 @@ class MlflowTracker:
             elif isinstance(value, str):
                 self._client.log_text(self._id, value, f"{name}/{step:08d}.txt")
             else:
-                numbers.append(Metric(name, float(value), now, step))
+                numbers.append(Metric(_REFUSED.sub("_", name), float(value), now, step))
         if numbers:
             self._client.log_batch(self._id, metrics=numbers, synchronous=not self._remote)
 

@@ -126,10 +126,10 @@ class Trackers:
                 self._say(f"warning: {each.field} = {each.value!r}: {first_line(error)}; nothing more is sent there")
 
 
-def own_tracker(name: str) -> Tracker:
+def own_tracker(name: str, *, makes: bool = True) -> Any:
     """Return the tracker of a class named as `package.module:Class`; raise ``UserError`` where there is no such one.
 
-    The current directory is searched as `python -m` would search it.
+    The current directory is searched as `python -m` would search it. Unless it `makes` one, it returns the class.
     """
     module, _, path = name.partition(":")
     accepted = "the name of a class with start, log and finish, as package.module:Class"
@@ -138,9 +138,11 @@ def own_tracker(name: str) -> Tracker:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        made: Any = getattr(importlib.import_module(module), path)()
+        named: Any = getattr(importlib.import_module(module), path)
+        made = named() if makes else named
     except Exception as error:  # of a stranger's code
         raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
-    if missing := [each for each in ("start", "log", "finish") if not callable(getattr(made, each, None))]:
+    missing = [each for each in ("start", "log", "finish") if not callable(getattr(made, each, None))]
+    if missing and (makes or isinstance(named, type)):
         raise UserError("log.tracker", name, f"{accepted}; it has no {missing[0]}")
-    return made  # type: ignore[no-any-return]
+    return made

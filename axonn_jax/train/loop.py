@@ -45,7 +45,6 @@ class Run:
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
-        self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
         held_out = {c.name: self._loader(path=c.manifest, split="valid", shuffle=False) for c in data.evaluated}
@@ -54,6 +53,7 @@ class Run:
         self.rate = learning_rate(config.train)
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
+        self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say, behind=self.start)
         self.pruning = pruning_of(trainer)
         self.pruning.loaded()
         self.remembered = 1
@@ -93,7 +93,10 @@ class Run:
             )
             self._say_undone()
             return 0
+        if self.start:
+            self._make_up()
         if self._enough:
+            self._pictures(self.start)
             self.say(f"ended early at step {self.start}: nothing left to train. A larger train.patience, or 0, goes on")
             return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
@@ -106,8 +109,6 @@ class Run:
             self.say("compiling the step (the first time takes a while)")
             if self.start == 0 and self.config.checkpoint.weights and self.held_out:
                 self._evaluate(0)  # what training makes better
-            elif self.start:
-                self._make_up()
             before: StepMetrics | None = None
             waiting: StepMetrics | None = None
             fault = self.train_data.ahead(min(2, steps - self.start))
@@ -143,6 +144,8 @@ class Run:
                     enough = self._enough and step < steps
                     mark = time.monotonic()
                 if saves or enough:
+                    self.checkpoints.settle()
+                    self._tell_saved()  # before a newer one takes its place
                     self.checkpoints.save(step, self.train_data.position)
                 if samples is not None:
                     self._sample(samples, step)
@@ -160,9 +163,9 @@ class Run:
         if enough:
             self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
         self.say("; ".join([", ".join(done), *self._pictures(step), saved]))
-        if self.config.checkpoint.best and self._checkpoint(self.best.step).exists():
-            best = f"{self.best.loss:.4f}, is of step {self.best.step}; checkpoint {self._checkpoint(self.best.step)}"
-            self.say(f"the lowest held-out loss, {best}")
+        if self.config.checkpoint.best and math.isfinite(self.best.loss):
+            kept = path if (path := self._checkpoint(self.best.step)).exists() else "(none)"
+            self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {kept}")
         self._say_undone()
         return 1 if error else 0
 

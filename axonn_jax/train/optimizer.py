@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ import optax
 
 from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
-from axonn_jax.memory.optimizer_traits import check_offload, check_update
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update, owner
 from axonn_jax.models.protocol import Model
+from axonn_jax.models.vocabulary import Padded
 from axonn_jax.options import Optimizer, is_muons
-from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
@@ -99,7 +101,7 @@ def _adafactor(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
 def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
     """Return Muon for kernels, matrices that are multiplied with, at AdamW's scale of updates (arXiv 2502.16982).
 
-    Tables, vectors and experts' kernels are AdamW's.
+    Tables, the head, vectors and experts' kernels are AdamW's.
     """
 
     def matrices(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +164,46 @@ def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[s
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)
 
 
+def unpadded(
+    optimizer: optax.GradientTransformation, trained: Params, padding: Mapping[str, Padded]
+) -> optax.GradientTransformation:
+    """Return an optimizer to which table and head have no padding, so that norms and means are the same on every grid.
+
+    One that treats every element by itself needs none of that. State as large as its parameter stays padded as that is.
+    """
+    own = {name: trained[name] for name in padding if name in trained}
+    with suppress(Exception):  # of a stranger's code, or it looks at all parameters together
+        if not own or check_offload(optimizer, "a padded vocabulary", own):
+            return optimizer
+    tx = optax.with_extra_args_support(optimizer)
+
+    def fitted(tree: Any, like: Params, *, grows: bool = False) -> Any:
+        """Return a tree of parameters or state with the true vocabulary, or where it `grows` sizes of `like`."""
+
+        def fit(path: Any, leaf: Any) -> Any:
+            if (name := owner(path, own)) is None:
+                return leaf
+            whole, (dim, _, used) = like[name].shape, padding[name]
+            true = (*whole[:dim], min(used, whole[dim]), *whole[dim + 1 :])
+            have, want = (true, whole) if grows else (whole, true)
+            if leaf.shape != have:
+                return leaf
+            kept = leaf[tuple(map(slice, want))]
+            return jnp.pad(kept, [(0, to - size) for size, to in zip(kept.shape, want, strict=True)])
+
+        return jax.tree_util.tree_map_with_path(fit, tree)
+
+    def init(params: Any) -> Any:
+        return fitted(tx.init(fitted(params, params)), params, grows=True)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        given = (fitted(tree, grads) for tree in (grads, state, params))
+        updates, state = tx.update(*given, **extra)
+        return fitted(updates, grads, grows=True), fitted(state, grads, grows=True)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
 class Averaged(NamedTuple):
     """State of an optimizer that averages the weights."""
 
@@ -179,15 +221,16 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
         decay: Share of the average that stays: `average = decay * average + (1 - decay) * weights` after each update;
             the first average is the weights at the start.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    check_optimizer_type(optimizer)
+    tx = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Averaged:
-        return Averaged(params, optimizer.init(params))
+        return Averaged(params, tx.init(params))
 
     def update(
         grads: Any, state: Any, params: Any = None, biases: Any = MappingProxyType({}), **extra: Any
     ) -> tuple[Any, Averaged]:
-        updates, inner = optimizer.update(grads, state.state, params, **extra)
+        updates, inner = tx.update(grads, state.state, params, **extra)
         updates = {**updates, **biases} if biases else updates  # updates of routers' biases, of `experts.load`
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, after)

@@ -63,6 +63,8 @@ NO_OFFLOAD = Beside("where memory.offload is none", lambda chosen: chosen.memory
 PRUNED = Beside("where weights are pruned", lambda chosen: chosen.prune.prunes)
 LOSS = Beside("with loss=", lambda chosen: chosen.loss)
 DENSE = Beside("in a model without model.experts", lambda chosen: not chosen.experts)
+ADAPTED = Beside("with adapters", lambda chosen: chosen.lora.adapts)
+ONCE = Beside("where train.eval_every is 0", lambda chosen: not chosen.train.eval_every)
 _HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
 """Settings of memory and tensor that count for any Flax model; the others are of the package's own layers."""
 
@@ -91,6 +93,11 @@ RULES = (
     Rule("train.ema", (0,), PRUNED),
     # Adafactor and Muon look at whole matrices, of which pruning leaves some entries.
     Rule("train.optimizer", ("adamw", "adam", "sgd", "lion", "adamw_bf16"), PRUNED),
+    Rule(
+        "train.optimizer", ("adamw", "adam", "sgd", "lion", "adafactor", "adamw_bf16"), ADAPTED,
+        ": Muon's part is kernels, which are frozen",
+    ),
+    Rule("train.patience", (0,), ONCE, ": an evaluation at the end ends nothing early"),
     Rule("grid.pipe", (1,), LOSS, "; a list of layers in ax.models.SequenceModel runs in a pipeline"),
     Rule("grid.expert", (1,), LOSS),
     *_defaults(

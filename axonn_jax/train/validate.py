@@ -64,7 +64,7 @@ def check(config: Config) -> Config:
             none = "false" if value is True else "empty"
             raise UserError(f"log.{name}", value, f"{none}, or `pip install 'axonn_jax[{name}]'`")
     if config.log.tracker:
-        own_tracker(config.log.tracker)
+        own_tracker(config.log.tracker, makes=False)  # the run's first process makes one
     log = _check_log(config.log)
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)

@@ -172,14 +172,31 @@ def test_the_command_leaves_no_setting_of_the_file_that_was_not_planned(tmp_path
 def test_a_files_pipeline_and_offloaded_state_are_as_planned_and_no_flag_is_said_twice(tmp_path, capsys):
     file = tmp_path / "own.toml"
     file.write_text(
-        OWN + '[pipeline]\nvirtual_stages = 4\nin_flight = 3\n[memory]\nresident = "8GB"\noffload = "optimizer"\n'
+        OWN + '[pipeline]\nvirtual_stages = 4\nin_flight = 3\nsplit = "2,3"\n'
+        '[memory]\nresident = "8GB"\noffload = "optimizer"\n'
     )
     for best in planned(capsys, "--model", str(file), "--grid.pipe", "2", "--train.global-batch=128")["configs"]:
         pipeline = settled(best["command"]).pipeline
         assert pipeline.virtual_stages == best["virtual_stages"]
-        assert pipeline.in_flight in (0, best["in_flight"])
+        assert (pipeline.in_flight in (0, best["in_flight"]), pipeline.split) == (True, "")
         assert best["offload"] == "optimizer"  # as resident asks
         assert best["command"].replace("-batch", "_batch").count("--train.global_batch") == 1
+
+
+def test_microbatches_divide_into_a_files_sub_batches_where_there_is_no_pipeline(tmp_path, capsys):
+    file = tmp_path / "own.toml"
+    file.write_text(OWN + "[tensor]\nsub_batches = 2\n")
+    for axes, fits in ((("--grid.pipe", "1"), True), (("--grid.pipe", "2", "--microbatch", "1"), False)):
+        best = planned(capsys, "--model", str(file), "--batch-tokens", str(64 * 2048), *axes)["configs"]
+        assert [one["microbatch"] % 2 == 0 for one in best] == [fits] * len(best)
+    assert main(["plan", "--model", str(file), *MACHINE, "--grid.pipe", "1", "--microbatch", "1"]) == 2
+    assert "--grid.pipe = 1: one of 2, 4, 8, 16, which" in capsys.readouterr().err
+
+
+def test_gradients_of_adapters_are_float32_in_every_precision():
+    words = "--model gpt2 --machine perlmutter --devices 8 --memory.accumulate compute"
+    items = [ask(parse(Plan, [*words.split(), "--lora.rank", rank], "plan")).request.gradient_item for rank in "04"]
+    assert items == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +224,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, text, words):
         (["--lora.rank", "x"], "lora.rank = 'x': "),
         (["--lora.rnk", "8"], "lora.rnk = 8: not a known key; did you mean 'rank'?"),
         (["--train.microbatches", "4"], "--train.microbatches = 4: left out, as a plan chooses it: --microbatch fixes"),
+        (["--pipeline.split", "2,3"], "--pipeline.split = '2,3': left out, as a plan chooses it: stages are balanced"),
         (["--train.global_batch", "64", "--batch-tokens", "4Mi"], "--batch-tokens = '4Mi': left out beside"),
         (["--model.heads", "7"], "model.heads = 7: "),
         (["--zero", "1"], "--zero = '1': not a flag of axonn-jax plan; did you mean '--memory.zero'?"),

@@ -9,17 +9,21 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
+from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.errors import UserError
-from axonn_jax.train.rules import DENSE, LOSS, NO_OFFLOAD, OFFLOAD, PIPE, PRUNED, RULES, Chosen, Rule, check_rules
+from axonn_jax.train import rules
+from axonn_jax.train.rules import LOSS, PRUNED, RULES, Chosen, Rule, check_rules
 
 PLAIN = Chosen(ax.GridShape(data=2))
 BESIDE = {
-    PIPE: {"grid": ax.GridShape(pipe=2)},
-    OFFLOAD: {"memory": ax.MemoryConfig(offload="optimizer")},
-    NO_OFFLOAD: {},
+    rules.PIPE: {"grid": ax.GridShape(pipe=2)},
+    rules.OFFLOAD: {"memory": ax.MemoryConfig(offload="optimizer")},
+    rules.NO_OFFLOAD: {},
+    rules.ONCE: {},
+    rules.ADAPTED: {"lora": LoraConfig(rank=4)},
     PRUNED: {"prune": ax.PruneConfig(density=0.5)},
     LOSS: {"loss": True},
-    DENSE: {"experts": False},
+    rules.DENSE: {"experts": False},
 }
 PRUNING = {"density": 0.5}
 """Settings of pruning without which others of its table have no use."""
@@ -86,7 +90,7 @@ IN_A_FILE = [rule for rule in RULES if "." in rule.key and rule.beside not in (L
 def test_a_run_refuses(write_config, refused, rule):
     chosen, value = broken(rule)
     changed = {}
-    for table in ("grid", "memory", "tensor", "prune", "moe", "train"):
+    for table in ("grid", "memory", "tensor", "prune", "lora", "moe", "train"):
         settings = getattr(chosen, table)
         own = {f.name: getattr(settings, f.name) for f in fields(settings)}
         given = {key: one for key, one in own.items() if one != getattr(getattr(PLAIN, table), key)}

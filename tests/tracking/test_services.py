@@ -9,7 +9,7 @@ import pytest
 from launched import command, finished, write_config
 
 from axonn_jax.tracking.files import FACTS, read_metrics
-from axonn_jax.tracking.services import WandbTracker
+from axonn_jax.tracking.services import MlflowTracker, WandbTracker
 from axonn_jax.tracking.tracker import RunFacts
 
 STEPS, SAVED, KILLED = 8, 2, 5
@@ -129,6 +129,15 @@ def test_mlflow_has_one_run_with_each_step_once(run):
     assert [step for step, _ in history] == [*range(1, STEPS + 1)]
     assert dict(history) == pytest.approx(losses(run), abs=1e-5)
     assert [point.step for point in client.get_metric_history(only.info.run_id, "eval_loss")] == [2, 4, 6, 8]
+
+
+def test_mlflow_gets_a_name_that_it_refuses_in_characters_that_it_takes():
+    pytest.importorskip("mlflow")
+    tracker = MlflowTracker("experiment")
+    tracker._client, tracker._id, tracker._remote = MagicMock(), "id", False
+    tracker.log(1, {"acc@1": 0.5, "eval_loss/c++": 2.0, "été 2.x: a-b": 1.0})
+    metrics = tracker._client.log_batch.call_args.kwargs["metrics"]
+    assert [metric.key for metric in metrics] == ["acc_1", "eval_loss/c__", "été 2.x: a-b"]
 
 
 def test_wandb_without_an_account_is_one_line(tmp_path, prepared):

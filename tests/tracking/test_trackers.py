@@ -1,15 +1,20 @@
 """Trackers: what metrics.jsonl and TensorBoard keep over a resume, and that others are told of each step once."""
 
+import importlib
 import json
 import math
 import os
 import struct
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launched import flags, write_config
 
 import axonn_jax as ax
+from axonn_jax.checkpoint.orbax import OrbaxWriter
+from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, read_metrics, started
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, own_tracker
@@ -271,9 +276,47 @@ def test_a_loop_of_ones_own_is_tracked(tmp_path):
         log.log(0, eval_loss=5.0)  # of weights that a run begins with
         log.log(1, loss=jnp.float32(2.0))  # as a Trainer's step returns it
         log.log(2, loss=np.float32(3.0))
+        with pytest.raises(UserError, match=r"^loss = 'an array of \(3,\)': a number, a text"):
+            log.log(3, loss=np.ones(3))
     assert read_metrics(tmp_path / "own") == [
         {"step": 0, "eval_loss": 5.0},
         {"step": 1, "loss": 2.0},
         {"step": 2, "loss": 3.0},
     ]
     assert kept.told[1:] == other.told[1:] == [(0, "eval_loss"), (1, "loss"), (2, "loss"), 0]
+
+
+MINE = """
+made, saves = [], []
+
+class Mine:
+    def __init__(self):
+        made.append(self)
+
+    def start(self, run): ...
+    def log(self, step, values): ...
+    def finish(self, status): ...
+
+    def saved(self, step, path):
+        saves.append((step, path.exists()))
+"""
+
+
+def test_a_run_makes_its_tracker_once_and_tells_it_of_each_checkpoint(prepared, tmp_path, monkeypatch):
+    """Those of step 2 and 4 take long: another save waits for each, behind the evaluation of step 3."""
+    (tmp_path / "a_tracker_of_mine.py").write_text(MINE)
+    config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nevery = 2\nkeep = 1\nbest = true")
+    finish = OrbaxWriter.finish
+
+    def slow(self, folder):
+        time.sleep(0.5)
+        finish(self, folder)
+
+    monkeypatch.setattr(OrbaxWriter, "finish", slow)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"log_dir": "run", "log_tracker": "a_tracker_of_mine:Mine", "train_steps": 4, "train_eval_every": 3}
+    assert main(["train", str(config), *flags(given)]) == 0
+    mine = importlib.import_module("a_tracker_of_mine")
+    assert len(mine.made) == 1
+    assert mine.saves == [(step, True) for step in (2, 3, 4)]

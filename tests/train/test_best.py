@@ -1,12 +1,15 @@
 """The checkpoint of the lowest held-out loss is kept, and a run whose loss does not fall any more ends early."""
 
+import itertools
 import math
+import signal
 
 import pytest
 from commands import trained
-from launched import write_config
+from launched import flags, write_config
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.tracking.files import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts
@@ -59,6 +62,33 @@ def test_a_run_whose_held_out_loss_does_not_fall_ends_early_and_keeps_the_best(r
     assert f"the lowest held-out loss, {loss:.4f}, is of step {step}; checkpoint " in said
     best = min(((r["step"], r["eval_loss"]) for r in read_metrics(run) if "eval_loss" in r), key=lambda one: one[1])
     assert [step_of(path) for path in all_steps(run / "checkpoints")] == sorted({best[0], step + 10}, reverse=True)
+
+
+def test_initial_weights_that_no_checkpoint_of_the_run_equals_are_named(runs, prepared, tmp_path, capsys):
+    config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nbest = true")
+    given = {"train_lr": 1e6, "train_steps": 2, "checkpoint_weights": runs[0], "log_dir": tmp_path / "run"}
+    assert main(["train", str(config), *flags(given)]) == 0
+    assert ", is of step 0; checkpoint (none)\n" in capsys.readouterr().err
+
+
+def test_a_run_stopped_before_the_evaluation_that_ends_it_ends_when_it_goes_on(prepared, tmp_path, monkeypatch):
+    def stops(self, fault):
+        self._number = signal.SIGTERM if next(steps) == ended else 0
+        return self._number > 0
+
+    config = write_config(tmp_path / "c.toml", prepared)
+    given = {"train_lr": 1.0, "train_clip": 0, "train_schedule": "constant", "train_eval_every": 2, "train_patience": 1}
+    assert main(["train", str(config), *flags({"log_dir": tmp_path / "whole", **given})]) == 0
+    ended, words = read_metrics(tmp_path / "whole")[-1]["step"], flags({"log_dir": tmp_path / "parts", **given})
+    assert ended < 20
+    with monkeypatch.context() as patched:
+        steps = itertools.count(1)
+        patched.setattr("axonn_jax.train.signals.StopSignals.requested", stops)
+        assert main(["train", str(config), *words]) == 143
+    assert main(["train", str(config), *words]) == 0
+    losses = [[r for r in read_metrics(tmp_path / name) if "eval_loss" in r] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    assert (tmp_path / "parts" / "loss.png").is_file()
 
 
 def test_a_warm_up_longer_than_the_run_is_the_runs(prepared, tmp_path):

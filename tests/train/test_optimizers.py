@@ -55,11 +55,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_what_asks_for_more_is_one_line(pipe):
-    for name, optimizer in REFUSED.items():
-        with pytest.raises(UserError, match=rf"^optimizer = '{name}': an optax transformation of gradients[^\n]*$"):
-            make_trainer(grids.model_on(grids.GPT, grids.lay(GridShape())), optimizer, grids.lay(GridShape(pipe)))
+@pytest.mark.parametrize(
+    ("model", "pipe", "ema"), [("gpt", 1, 0.0), ("gpt", 1, 0.5), ("gpt", 2, 0.0), ("experts", 2, 0.0)]
+)
+def test_what_asks_for_more_is_one_line(model, pipe, ema):
+    shape = {"gpt": grids.GPT, "experts": grids.MIXTRAL}[model]
+    says = dict.fromkeys(REFUSED, "an optax transformation of gradients") | {"MultiSteps": "the transformation inside"}
+    for name, accepted in says.items():
+        optimizer = REFUSED.get(name, optax.MultiSteps(optax.sgd(0.1), 2))
+        with pytest.raises(UserError, match=rf"^optimizer = '{name}': {accepted}[^\n]*$"):
+            make_trainer(grids.model_on(shape, grids.lay(GridShape())), optimizer, GridShape(pipe), ema=ema)
 
 
 NAMED = {
@@ -92,3 +97,29 @@ def test_a_named_optimizer_is_the_same_everywhere(name, where):
         # Steps are of 1e-2; a rounding to bfloat16 that falls the other way is 1/256 of a moment.
         apart = 4e-4 if name == "adamw_bf16" else 2e-5
         np.testing.assert_allclose(got[key], value, rtol=0, atol=apart * scale, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_padding_of_the_vocabulary_is_no_part_of_a_named_optimizers_means(name, tmp_path):
+    """Of 131 tokens on y 4 with an average, and without one gone on with on y 2 pipe 2: the losses of one device.
+
+    Four trainers are compiled.
+    """
+    shape = replace(grids.LLAMA, layers=1, hidden=128, heads=4, kv_heads=4, vocab=131, seq_len=8)
+
+    def made(ema=0.0, **axes):
+        optimizer = make_optimizer(TrainConfig(optimizer=name, lr=2e-2, steps=10))
+        return make_trainer(shape, optimizer, GridShape(**axes), ema=ema)
+
+    def losses(trainer, steps):
+        return [float(trainer.step(BATCH)["loss"]) for _ in range(steps)]
+
+    plain, wide = made(0.5), made(0.5, y=4)
+    want = losses(plain, 4)
+    assert losses(wide, 4) == pytest.approx(want, rel=1e-5)
+    assert wide.evaluate([BATCH]) == pytest.approx(plain.evaluate([BATCH]), rel=1e-5)
+    wide, piped = made(y=4), made(pipe=2, y=2)
+    losses(wide, 2)
+    assert piped.load(wide.save(tmp_path, 2)) == 2
+    assert losses(piped, 2) == pytest.approx(want[2:], rel=1e-5)
+    piped.close()

@@ -152,13 +152,14 @@ def ask(args: PlanFlags) -> Question:
         raise UserError("--tensor.residual_comm", args.residual_comm, accepted)
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
-    compute = config.memory.accumulate == "compute"
+    compute = config.memory.accumulate == "compute" and not config.lora.adapts  # adapters are float32
     request = PlanRequest(
         shape, machine, batch, precision, density=config.prune.density, moe=config.moe, lora=config.lora,
         switches=_switches(args.overlap), policy=args.policy, split=config.pipeline.split_backward,
         sequence_split=args.sequence_parallel, residual_comm=args.residual_comm,
         gradient_item=itemsize(precision) if compute else FLOAT32, bucket=config.memory.bucket,
         optimizer=config.train.stateful, average=config.train.ema > 0.0, packed=model.packed,
+        sub_batches=config.tensor.sub_batches,
     )  # fmt: skip
     limit = _limit(args.memory_limit, request)
     return Question(request, args.devices, model.within(_space(args)), limit, model)
@@ -257,6 +258,7 @@ def command(named: NamedModel, request: PlanRequest, candidate: Candidate) -> st
         arrival = isinstance(request.schedule(candidate), ByArrival)
         unsplit = arrival and not request.split and own.pipeline.split_backward
         words += ["--pipeline.split_backward false"] if unsplit else []
+        words += ["--pipeline.split="] if own.pipeline.split else []
         planned = {"virtual_stages": candidate.virtual_stages, "in_flight": candidate.in_flight}
         words += [f"--pipeline.{key} {new}" for key, new in planned.items() if getattr(own.pipeline, key) != new]
     return " ".join(word for word in words if word)

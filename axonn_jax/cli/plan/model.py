@@ -21,7 +21,10 @@ from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
 """File of a run directory."""
-_CHOSEN = {"train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it"}
+_CHOSEN = {
+    "train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it",
+    "pipeline.split": "stages are balanced",
+}  # fmt: skip
 """Settings that a plan chooses, with a hint."""
 
 

@@ -79,7 +79,7 @@ def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[d
     for grid in legal_grids(request, devices, space, Counter[str]()):
         each, pipe = request.batch // grid.batch_shards, grid.pipe
         wanted = divisors(each) if space.sequences is None else [space.sequences]
-        sizes = [size for size in wanted if each % size == 0 and (pipe == 1 or each // size >= pipe)]
+        sizes = [size for size in wanted if each % size == 0 and request.divides(each, size, pipe)]
         stages = [many for many in space.virtual_stages if pipe * many <= segments(request)] if pipe > 1 else [1]
         axes = {f"--grid.{axis}": getattr(grid, axis) for axis in GRID_AXES}
         for many in stages if sizes else ():

@@ -33,7 +33,7 @@ from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
 from axonn_jax.train.engines.step import StepMetrics, masters
-from axonn_jax.train.optimizer import check_optimizer
+from axonn_jax.train.optimizer import check_optimizer, unpadded
 from axonn_jax.train.validate import check_pipeline
 
 _SHAPES = 4
@@ -67,8 +67,6 @@ class PipelineEngine:
         made = fitted() if isinstance(model, nnx.Module) else None
         abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
         checked, self._padding, split = check_model(abstract), padding_of(abstract), split_module(abstract)
-        if counts := checked.counts(split.loads):
-            optimizer = counts.optimizer(optimizer)
         checked.check_grid(grid.shape)
         may = may_split(pipeline.split_backward, memory.activations)
         self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
@@ -76,6 +74,9 @@ class PipelineEngine:
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
         check_optimizer(optimizer, checked, split, memory, prune)
+        optimizer = unpadded(optimizer, split.trained, self._padding)
+        if counts := checked.counts(split.loads):
+            optimizer = counts.optimizer(optimizer)
         self.precisions = replace(masters(memory, grid, apart=prune.prunes)[2], wide=frozenset(split.roles))
         self.parts = shapes_of(split, self.precisions.compute if split.adapters else self.precisions.weights)
         self._clip, self._memory, self._seed, self._keyed, self._counts = clip, memory, seed, checked.drops_out, counts

@@ -28,7 +28,7 @@ from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.program import exposed
 from axonn_jax.train.engines.programs import StepPrograms
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
-from axonn_jax.train.optimizer import check_optimizer
+from axonn_jax.train.optimizer import check_optimizer, unpadded
 
 Build = Callable[[PrunedLayout | None], tuple[Stack, Any, TrainStep]]
 """Function of the parameters' forms -> how layers are stacked, the program of the gradients, and the step."""
@@ -84,6 +84,8 @@ def model_job(
     checked.check_grid(grid.shape)
     made = split_module(model)
     check_optimizer(optimizer, checked, made, memory, prune)
+    padding = padding_of(model)
+    optimizer = unpadded(optimizer, made.trained, padding)
     parts = shapes_of(made)  # no array of the model's may live as long as the engine
     like = parts.merge(parts.params)
     return Job(
@@ -96,7 +98,7 @@ def model_job(
         lambda params, carried: parts.merge(params),
         Pruner(prune, prunable(parts, checked.layer_list), parts.specs, grid.mesh) if prune.prunes else None,
         not prune.later,
-        padding_of(model),
+        padding,
     )
 
 
