@@ -42,6 +42,8 @@ class _Job:
     step: int
     folder: Path
     began: float
+    best: int
+    """Step whose checkpoint stays."""
     error: str = ""
     written: threading.Event = field(default_factory=threading.Event)
     """This process's part is written, or has failed."""
@@ -72,7 +74,7 @@ class Saver:
         self.directory, self._grid, self._sync = directory.absolute(), grid, sync
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
         self.best = 0
-        """Step whose checkpoint stays too."""
+        """Step whose checkpoint stays too, from the next save on: until that is complete the one before it does."""
         worlds = grid.shape.pipe if grid.size > 1 else 1
         parts = [f"part_{number:03d}" for number in range(worlds)]
         # Of an array that two parts hold, the first one's copy counts: it comes last.
@@ -113,7 +115,7 @@ class Saver:
         written before the return; `progress` is called for each lot.
         """
         self.settle()
-        job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
+        job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic(), self.best)
         needed = sum(value.nbytes for value in state.values())
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
         if not refusals[0]:
@@ -190,7 +192,7 @@ class Saver:
             if wait_for_markers(job.folder, self._markers, job.cancelled):
                 self._commit(job, run)
                 self.last, self.took_s = (job.step, time.monotonic()), time.monotonic() - job.began
-                self._retire(job.step)
+                self._retire(job)
         except Exception as error:
             job.error = reason(error)
 
@@ -225,11 +227,11 @@ class Saver:
         job.folder.rename(target)
         flush(self.directory)
 
-    def _retire(self, step: int) -> None:
+    def _retire(self, job: _Job) -> None:
         """Remove surplus checkpoints, where possible."""
         for path in all_steps(self.directory)[self._keep :]:
             number = step_of(path)
-            if number is None or number >= step or number == self.best:
+            if number is None or number >= job.step or number == job.best:
                 continue
             if self._keep_every and number % self._keep_every == 0:
                 continue

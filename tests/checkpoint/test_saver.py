@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shutil
+import threading
 import time
 from importlib import metadata
 
@@ -110,6 +111,24 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path):
         for step in range(2, 17, 2):
             made.save(step, state(step), {})
     assert names(tmp_path) == [f"step_{step:08d}" for step in (6, 12, 14, 16)]
+
+
+def test_the_best_stays_until_a_better_one_is_complete(tmp_path, monkeypatch):
+    go, finish = threading.Event(), orbax.OrbaxWriter.finish
+    monkeypatch.setattr(orbax.OrbaxWriter, "finish", lambda self, folder: go.wait() and finish(self, folder))
+    go.set()
+    with saver(tmp_path, keep=1) as made:
+        made.best = 1
+        made.save(1, state(1), {})
+        made.settle()
+        go.clear()
+        made.save(2, state(2), {})
+        made.best = 3
+        go.set()
+        made.settle()
+        assert names(tmp_path) == ["step_00000001", "step_00000002"]
+        made.save(3, state(3), {})
+    assert names(tmp_path) == ["step_00000003"]
 
 
 def test_leftovers_go_and_strangers_stay(tmp_path):
