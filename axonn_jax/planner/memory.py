@@ -128,11 +128,13 @@ def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -
 def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int, *, trained: bool = True) -> float:
     """Bytes of a microbatch's `tokens` at the head, with `columns` of the padded vocabulary on a device.
 
-    They are a part's logits and their gradient in float32 (`loss_chunk`), the float32 sum of the weight's gradient (and
-    the same scaled, where it is not added to a lookup's), and the stream with its gradient; no sum without `trained`.
+    They are the float32 sum of the weight's gradient (none without `trained`), the stream with its gradient, and a
+    part's logits and their gradient in float32 (`loss_chunk`); behind these the sum scaled, where it is not added to a
+    lookup's.
     """
-    weight = shape.hidden / x * columns * FLOAT32 * (1 if shape.tied else 2) * trained
-    return 2 * loss_chunk(tokens, columns) * columns * FLOAT32 + weight + 3 * tokens * shape.hidden / x * item
+    weight = shape.hidden / x * columns * FLOAT32 * trained
+    logits = 2 * loss_chunk(tokens, columns) * columns * FLOAT32
+    return weight + max(logits, 0.0 if shape.tied else weight) + 3 * tokens * shape.hidden / x * item
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
