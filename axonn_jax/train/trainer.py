@@ -108,7 +108,7 @@ class Trainer:
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         if ema:
             optimizer = averaging(optimizer, ema)
-        if loss is None and not callable(model):
+        if loss is None and not (isinstance(model, nnx.Module) or callable(model)):
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         self._numbers: Callable[[Any, Any], Any] | None = None
