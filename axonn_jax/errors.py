@@ -83,7 +83,7 @@ def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 _NOUNS: Mapping[Any, str] = {
-    str: "a text", NoneType: "None", Path: "the path of a file or directory", Sequence: "a list",
+    str: "a text", NoneType: "None", Path: "the path of a directory", Sequence: "a list",
     Iterable: "a list or an iterator", Mapping: "a mapping", "Grid": "a grid, as ax.init returns one",
 }  # fmt: skip
 _ENTRIES = ("__iter__", "__getitem__")

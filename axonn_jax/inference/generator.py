@@ -150,6 +150,7 @@ class Generator:
                         piece, slot.left = piece._replace(ended=True), 0
                     yield piece
 
+    @typed_arguments
     def update(self, model: Transformer | str | Path) -> None:
         """Take other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
 

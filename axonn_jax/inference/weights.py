@@ -166,10 +166,8 @@ def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: st
     """A live model or one in a directory, with kernels in the best form for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
-    elif isinstance(model, str | Path):
-        loaded = of_run(Path(model), grid, dtype, base=None if base is None else Path(base))
     else:
-        raise UserError("model", type(model).__name__, "a Transformer, or the path of a directory")
+        loaded = of_run(Path(model), grid, dtype, base=None if base is None else Path(base))
     if not copies_kernels(jax.default_backend()):
         return loaded
     return Loaded(loaded.shape, *with_kernels_transposed(loaded.parts, loaded.params, grid.mesh))

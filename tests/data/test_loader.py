@@ -188,7 +188,7 @@ def test_a_dropped_loader_leaves_no_thread_and_no_open_file(prepared):
         ({"prefetch": "2"}, r"prefetch = '2': an integer"),
         ({"global_batch": None}, r"train\.global_batch = None: an integer"),
         ({"rows": "all"}, r"rows = 'a': rows of"),
-        ({"path": None}, r"path = None: the path of a file or directory or"),
+        ({"path": None}, r"path = None: the path of a directory or"),
         ({"path": "/none/here"}, r"data\.path = '/none/here': no such directory"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_generator_without_a_grid(made):
 
 def test_another_model_and_loki_without_components(made):
     grid = grids.lay(GridShape())
-    with pytest.raises(UserError, match="model = 'Linear': a Transformer, or the path of a directory"):
+    with pytest.raises(UserError, match="model = 'Linear': an instance of Transformer or the path of a directory"):
         ax.Generator(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), grid)
     generator = ax.Generator(made, grid, attention=LokiAttention(4, 0.5))
     for use in (lambda: generator.stream([Request((1,), 5)]), lambda: generator.score([[1, 2]])):

@@ -276,7 +276,7 @@ def test_a_loop_of_ones_own_is_tracked(tmp_path):
         log.log(0, eval_loss=5.0)  # of weights that a run begins with
         log.log(1, loss=jnp.float32(2.0))  # as a Trainer's step returns it
         log.log(2, loss=np.float32(3.0))
-        with pytest.raises(UserError, match="^loss = 'an array of 3 numbers': a number, a text"):
+        with pytest.raises(UserError, match=r"^loss = 'an array of 3 numbers': a number, a text"):
             log.log(3, loss=np.ones(3))
     assert read_metrics(tmp_path / "own") == [
         {"step": 0, "eval_loss": 5.0},
