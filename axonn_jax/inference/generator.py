@@ -53,8 +53,7 @@ class Generator:
     included. Weights and cache are in `dtype`: by default bfloat16 on accelerators, else float32. Tokens in `stops` end
     a text (default: the directory's end tokens); none of `limit` or above is drawn. A cache has 2 * layers * kv_heads *
     head_dim * itemsize bytes a token and slot, split as heads are, and grows with the longest text. Collective over the
-    grid's processes; one stream, list of texts or list of scores runs at a time. Raises ``UserError`` for `pipe` or `z`
-    above 1, sizes that do not divide, and slots beyond memory.
+    grid's processes, one stream or list at a time. Raises ``UserError`` where grid, sizes or memory do not fit.
     """
 
     @typed_arguments
