@@ -1,4 +1,4 @@
-"""Repairs of what XLA's CPU backend does to a program (jaxlib 0.10.2 to 0.12); other backends keep their own form."""
+"""Repairs of what XLA does to a program (jaxlib 0.10.2 to 0.12), most of them of its CPU backend alone."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
