@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,8 @@ class UserError(ValueError):
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        super().__init__(f"{_short(field)} = {_short(_shown(value))}: {' '.join(accepted.split())}")
+        line = f"{_short(field)} = {_short(_shown(value))}: {' '.join(accepted.split())}"
+        super().__init__(without_credentials(line))
 
 
 _MOST = 300
@@ -46,6 +48,19 @@ def _shown(value: object) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status of a command that an exception ends: 2 for bad input, 130 for an interrupt, else 1."""
+    return 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+_CREDENTIALS = re.compile(r"//[^/\s@]+@")
+
+
+def without_credentials(text: str) -> str:
+    """Return a text in which the name and password of an address, as in ``http://me:secret@host``, are masked."""
+    return _CREDENTIALS.sub("//***@", text)
 
 
 @contextmanager
@@ -149,7 +164,7 @@ def first_of(names: Sequence[object], separator: str = ", ") -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the kind of an exception and the first line of its text."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return without_credentials(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
+from axonn_jax.errors import without_credentials
+
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe without a reader, a terminal that was closed, no file at all
 
 
@@ -22,10 +24,12 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print lines on standard error in one write; without a reader work goes on."""
+    """Print lines on standard error in one write, without passwords; without a reader work goes on."""
     with unheard():
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-        sys.stderr.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stderr.write(
+            printable(without_credentials(text)).encode(encoding, "backslashreplace").decode(encoding) + "\n"
+        )
         sys.stderr.flush()
 
 

@@ -50,9 +50,8 @@ def newest(
     Corrupt checkpoints are skipped with a warning. Each process reads a share of the files, and all find the same; if
     not all see the directory, the first process's view counts.
     """
-    own = [str(step_of(path)) for path in all_steps(directory)]
-    steps = [int(text) for text in sync.gather(",".join(own[:64]))[0].split(",") if text]
     by_step = {step_of(path): path for path in all_steps(directory)}
+    steps = [int(text) for text in sync.gather(",".join(map(str, by_step)))[0].split(",") if text]
     for step in steps:
         if below is not None and step >= below:
             continue

@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -42,8 +43,8 @@ class _Job:
     step: int
     folder: Path
     began: float
-    best: int
-    """Step whose checkpoint stays."""
+    losses: Mapping[int, float]
+    """Held-out losses of the steps that were given to the saver so far, this one's included."""
     error: str = ""
     written: threading.Event = field(default_factory=threading.Event)
     """This process's part is written, or has failed."""
@@ -56,8 +57,8 @@ class Saver:
 
     A `step_N` appears by one rename, after every stage's part is written and the manifest names every file with a
     checksum: a `step_N` is always complete. A failed save prints one warning, leaves the earlier checkpoints unchanged,
-    and training goes on. The `keep` newest checkpoints stay, steps divisible by `keep_every`, and `best`. `sizes` are
-    the true shapes of padded arrays.
+    and training goes on. The `keep` newest checkpoints stay, steps divisible by `keep_every`, and of those whose saves
+    were given a held-out loss the one with the lowest. `sizes` are the true shapes of padded arrays.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Saver:
     ):
         self.directory, self._grid, self._sync = directory.absolute(), grid, sync
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
-        self.best = 0
-        """Step whose checkpoint stays too, from the next save on: until that is complete the one before it does."""
+        self.losses: dict[int, float] = {}
+        """Held-out loss by step, of the steps whose saves were given one and have not failed; alike on all processes.
+
+        One number for each such save; those of removed checkpoints stay, and are never the lowest."""
         worlds = grid.shape.pipe if grid.size > 1 else 1
         parts = [f"part_{number:03d}" for number in range(worlds)]
         # Of an array that two parts hold, the first one's copy counts: it comes last.
@@ -95,6 +98,11 @@ class Saver:
         """True if a save is under way here."""
         return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
 
+    @property
+    def best(self) -> int:
+        """The step of the complete checkpoint with the lowest held-out loss, as seen here; 0 without any."""
+        return _best(self.losses, all_steps(self.directory))
+
     def clean(self) -> None:
         """Remove unfinished saves of earlier runs, in the first process alone."""
         if self._first and self.directory.is_dir():
@@ -107,15 +115,25 @@ class Saver:
         self.last = (step, time.monotonic())
 
     def save(
-        self, step: int, state: State, run: Mapping[str, Any], progress: Callable[[str], None] = lambda what: None
+        self,
+        step: int,
+        state: State,
+        run: Mapping[str, Any],
+        progress: Callable[[str], None] = lambda what: None,
+        *,
+        loss: float = math.inf,
     ) -> None:
         """Begin a save; return once the state is on the host. Waits first for an unfinished save.
 
         The mapping `state` is used up, and the arrays may be donated afterwards. State on the host is not copied but
-        written before the return; `progress` is called for each lot.
+        written before the return; `progress` is called for each lot. `loss` is the held-out loss of the step; infinite
+        for a checkpoint that does not stay for its loss.
         """
         self.settle()
-        job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic(), self.best)
+        if loss < math.inf:
+            self.losses[step] = loss
+        # A copy: the job's thread reads it while the next evaluation is recorded.
+        job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic(), {**self.losses})
         needed = sum(value.nbytes for value in state.values())
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
         if not refusals[0]:
@@ -229,9 +247,11 @@ class Saver:
 
     def _retire(self, job: _Job) -> None:
         """Remove surplus checkpoints, where possible."""
-        for path in all_steps(self.directory)[self._keep :]:
+        paths = all_steps(self.directory)
+        best = _best(job.losses, paths)
+        for path in paths[self._keep :]:
             number = step_of(path)
-            if number is None or number >= job.step or number == job.best:
+            if number is None or number >= job.step or number == best:
                 continue
             if self._keep_every and number % self._keep_every == 0:
                 continue
@@ -242,10 +262,17 @@ class Saver:
                 _clear(removed)
 
     def _failed(self, step: int, why: str) -> None:
+        self.losses.pop(step, None)
         if not self._first:
             return
         before = f"the last complete one is step {self.last[0]}" if self.last else "there is no complete one yet"
         self._warn(f"warning: the checkpoint of step {step} was not saved in {self.directory}: {why}; {before}")
+
+
+def _best(losses: Mapping[int, float], paths: Sequence[Path]) -> int:
+    """Return the step with the lowest loss of the checkpoints that are there: the save of a better one may fail."""
+    there = [(losses[step], step) for path in paths if (step := step_of(path)) is not None and step in losses]
+    return min(there, default=(math.inf, 0))[1]
 
 
 def _clear(path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import UserError, nearest, status_of
 from axonn_jax.terminal import columns, last_flush, open_missing, reader_is_gone, say, wrapped
 from axonn_jax.version import __version__
 
@@ -136,11 +136,11 @@ def report(error: BaseException) -> int:
             _say(f"error: {error}")
         else:
             time.sleep(_GRACE_S)  # the launcher ends all at the first exit: the one that speaks must come first
-        return 2
+        return status_of(error)
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             _say("interrupted")
-        return 130
+        return status_of(error)
     text = " ".join(str(error).split())
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
     shown = f"{name}: {text}" if text else name
@@ -152,7 +152,7 @@ def report(error: BaseException) -> int:
     else:
         cut = shown if len(shown) <= _MOST else shown[:_MOST] + "..."
         _say(f"error: {cut} (set {TRACEBACK}=1 for the traceback)")
-    return 1
+    return status_of(error)
 
 
 def _say(line: str) -> None:

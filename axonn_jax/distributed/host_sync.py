@@ -1,6 +1,7 @@
 """Small exchanges between processes through host memory: texts, flags, sums of numbers, and arrays of two stages."""
 
 import contextlib
+import json
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import jax
     from mpi4py import MPI
 
-_TEXT_BYTES = 1000
+_TEXT_BYTES = 1024
 
 
 class HostSync(ABC):
@@ -34,9 +35,23 @@ class HostSync(ABC):
         """Return True if any process had its flag set at the call before this one; waits for nobody's present."""
 
     def gather(self, text: str) -> list[str]:
-        """Return every process's text, by rank; waits for all. Texts are cut at 1000 bytes."""
-        own = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
-        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._all_gather(own)]
+        """Return every process's whole text, by rank; waits for all.
+
+        Bytes: 8 a process, and the longest text's where any process has one.
+        """
+        # Lengths come first, so that no text is cut, however long: most calls carry "no fault" and end here.
+        raw = text.encode(errors="surrogateescape")
+        sizes = [int(size) for size in self.gather_number(len(raw))]
+        if not any(sizes):
+            return ["" for _ in sizes]
+        # A power of two, as jax compiles a gather for each new length.
+        room = max(_TEXT_BYTES, 1 << (max(sizes) - 1).bit_length())
+        rows = self._all_gather(np.frombuffer(raw.ljust(room, b"\0"), np.uint8))
+        return [row[:size].tobytes().decode(errors="surrogateescape") for row, size in zip(rows, sizes, strict=True)]
+
+    def gather_number(self, number: float) -> list[float]:
+        """Return every process's number, by rank; waits for all. Bytes: 8 a process."""
+        return self._all_gather(np.array([number], np.float64))[:, 0].tolist()  # type: ignore[no-any-return]
 
     def gathered(self, numbers: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
         """Return the numbers of all pipe ranks in one order, so that sums are the same everywhere.
@@ -175,12 +190,15 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
         sync: Connection of the processes, all of which must run the part.
         kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
     """
-    fault = ""
+    error_here, fault = None, ""
     try:
         yield
     except kind as error:
-        fault = (
-            "\0".join((error.field, str(error.value), error.accepted)) if isinstance(error, UserError) else str(error)
-        )
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise kind(*(faults[0].split("\0", 2) if kind is UserError else faults[:1]))
+        error_here = error
+        parts = (error.field, str(error.value), error.accepted) if isinstance(error, UserError) else (str(error),)
+        fault = json.dumps(parts)
+    for rank, text in enumerate(sync.gather(fault)):
+        if text and rank == sync.rank and error_here is not None:
+            raise error_here  # as it is: a value that is no text is shown as one elsewhere
+        if text:
+            raise kind(*json.loads(text))

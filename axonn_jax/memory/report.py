@@ -1,7 +1,8 @@
 """Bytes of a model's state, by formula and counted among arrays, and whether its numbers are finite."""
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
 
 from axonn_jax.backend.traits import computes_on_cores
+from axonn_jax.documents import replace_whole
 from axonn_jax.memory.host_arrays import HOST, has_host_memory
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.precision import Precisions
@@ -169,6 +171,16 @@ def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: 
         "device_peak": stats.get("peak_bytes_in_use"),
         "host_memory": has_host_memory(mesh),
     }
+
+
+def write(reports: Mapping[int, Any], directory: Path, say: Callable[[str], None]) -> None:
+    """Write the reports of a run's stages into its directory as memory.json, and say the first one's lines."""
+    try:
+        replace_whole(directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
+    except OSError as error:
+        say(f"warning: memory.json could not be written: {error.strerror or error}")
+    for line in lines(next(iter(reports.values()))):
+        say(line)
 
 
 def lines(made: Mapping[str, Any]) -> list[str]:

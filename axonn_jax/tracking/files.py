@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
-from axonn_jax.errors import UserError, integer, refused, typed_arguments
+from axonn_jax.errors import UserError, integer, refused, status_of, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
@@ -104,30 +105,41 @@ class TensorBoard:
 
     def start(self, run: RunFacts) -> None:
         """Open the events behind the step that the run goes on after."""
-        from tensorboardX import SummaryWriter  # the config's check has looked for it
+        # tensorboardX's own SummaryWriter is not used: its thread dies on a full disk without a word, and then its
+        # queue fills and the run stands still. Here an event is on disk when `log` returns, or `log` raises.
+        from tensorboardX.event_file_writer import EventsWriter  # the config's check has looked for it
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder, resumed = run.directory / "tensorboard", run.resumed
         if not resumed and os.path.lexists(folder):
             folder.rename(_free_name(folder))
-        purge = (
-            {"purge_step": resumed + 1, "filename_suffix": f".{resumed}"} if resumed else {}
-        )  # files are of a second
-        self._events: Any = SummaryWriter(str(folder), **purge)
+        folder.mkdir(exist_ok=True)
+        suffix = f".{resumed}" if resumed else ""  # two files of one second need two names
+        self._events: Any = EventsWriter(str(folder / "events"), suffix)
+        if resumed:
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(step=resumed + 1, session_log=start, wall_time=time.time()))
+        self._events.flush()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write an event a value; a table is a text, row by row."""
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
         for name, value in values.items():
             if isinstance(value, Path):
                 from matplotlib.image import imread
 
-                self._events.add_image(name, imread(value), step, dataformats="HWC")
+                shown = summary.image(name, imread(value), dataformats="HWC")
             elif isinstance(value, list):
                 rows = [" | ".join(f"{key}: {part}" for key, part in row.items()) for row in value]
-                self._events.add_text(name, "\n\n".join(rows), step)
+                shown = summary.text(name, "\n\n".join(rows))
             elif isinstance(value, str):
-                self._events.add_text(name, value, step)
+                shown = summary.text(name, value)
             else:
-                self._events.add_scalar(name, value, step)
+                shown = summary.scalar(name, value)
+            self._events.write_event(Event(step=step, summary=shown, wall_time=time.time()))
+        self._events.flush()
 
     def finish(self, status: int) -> None:
         """Close the events."""
@@ -148,8 +160,13 @@ def started(
     """
     kept, seen, lines = _Facts(secrets.token_hex(4)), dict[str, int](), list[dict[str, Any]]()
     if resumed:
-        with contextlib.suppress(OSError, ValueError):  # damaged, or of before there were trackers: a new id
+        try:
             kept = typed(_Facts, read_json(directory / FACTS, 1 << 20))
+        except FileNotFoundError:  # of before there were trackers
+            pass
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            say(f"warning: {directory / FACTS} is damaged: {why}; trackers are told of a new run, with id {kept.id}")
     for name in (METRICS, SAMPLES) if resumed else ():  # before lines of steps after `resumed` are dropped
         with contextlib.suppress(OSError, ValueError):
             for record in _read(directory / name)[0]:
@@ -165,9 +182,14 @@ def started(
     told |= {name: seen for name, each in zip(names, asked, strict=True) if isinstance(each.tracker, JsonLines)}
     given = [each._replace(told=told.get(name, {})) for name, each in zip(names, asked, strict=True)]
     trackers = Trackers(given, RunFacts(directory, kept.id, config, resumed), say)
-    for line in lines:
-        trackers.record(line.pop("step"), {key: math.nan if value is None else value for key, value in line.items()})
-    _keep(directory, _Facts(kept.id, told, tuple(names)))
+    try:
+        for line in lines:
+            step = line.pop("step")
+            trackers.record(step, {key: math.nan if value is None else value for key, value in line.items()})
+        _keep(directory, _Facts(kept.id, told, tuple(names)))
+    except BaseException as error:
+        trackers.finish(status_of(error))
+        raise
     return trackers
 
 
@@ -250,7 +272,8 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
     for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
         try:
             record = parse_json(line)
-            typed(_Record, record)
+            if typed(_Record, record).step < 0:
+                raise ValueError(f"step = {record['step']}, which is below 0")
             records.append(record)
         except ValueError as error:
             cut_off = line.startswith(b"{") and not line.endswith(b"\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
-from axonn_jax.errors import UserError, first_line, integer, typed_arguments
+from axonn_jax.errors import UserError, first_line, integer, status_of, typed_arguments
 
 Value = float | str | Path | list[dict[str, Any]]
 """A number, a text, a picture (the path of a PNG) or a table (rows of texts and numbers by column)."""
@@ -58,6 +58,10 @@ class RunTracker(NamedTuple):
     """Last step that the tracker was told of before, by name of a value."""
 
 
+_FAILURES = (Exception, SystemExit)
+"""Exceptions of a library's or a stranger's code that must not end a run; an interrupt by a person does."""
+
+
 class Trackers:
     """Trackers of one run; one that fails is told of nothing more, which a line says, and the run goes on.
 
@@ -71,14 +75,16 @@ class Trackers:
     """
 
     def __init__(self, asked: Iterable[RunTracker], run: RunFacts, say: Callable[[str], None]):
-        self._asked, self._say, self._saved, self._resumed = list(asked), say, run.resumed, run.resumed
-        for each in self._asked:
+        self._asked, self._say, self._saved, self._resumed = list[RunTracker](), say, run.resumed, run.resumed
+        for each in asked:
             try:
                 each.tracker.start(run)
-            except UserError:
-                raise
-            except Exception as error:  # of a library's, or a stranger's code
+            except _FAILURES as error:
+                self.finish(2)  # a service would show those that have started as running for ever
+                if isinstance(error, UserError):
+                    raise
                 raise UserError(each.field, each.value, f"a tracker that starts; {first_line(error)}") from error
+            self._asked.append(each)
 
     def log(self, step: int, /, **values: Value) -> None:
         """Record values of a step, by name."""
@@ -114,35 +120,48 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.finish(0 if kind is None else 1)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.finish(0 if error is None else status_of(error))
 
     def _each(self, call: Callable[[RunTracker], None]) -> None:
         for each in [*self._asked]:
             try:
                 call(each)
-            except Exception as error:  # of a library's, or a stranger's code: no reason to end a run
+            except _FAILURES as error:
                 self._asked.remove(each)
                 self._say(f"warning: {each.field} = {each.value!r}: {first_line(error)}; nothing more is sent there")
 
 
-def own_tracker(name: str, *, makes: bool = True) -> Any:
-    """Return the tracker of a class named as `package.module:Class`; raise ``UserError`` where there is no such one.
+_NAME_OF_CLASS = "the name of a class with start, log and finish, as package.module:Class"
 
-    The current directory is searched as `python -m` would search it. Unless it `makes` one, it returns the class.
+
+def own_tracker(name: str) -> Tracker:
+    """Make the tracker of a class named as `package.module:Class`; raise ``UserError`` where that fails."""
+    maker = tracker_class(name)
+    try:
+        return maker()
+    except _FAILURES as error:
+        raise UserError("log.tracker", name, f"{_NAME_OF_CLASS}; {first_line(error)}") from error
+
+
+def tracker_class(name: str) -> Callable[[], Tracker]:
+    """Return the class named as `package.module:Class`, whose module is imported: a configuration can name any code.
+
+    The current directory is searched as `python -m` would search it. Raises ``UserError`` where there is no such class:
+    a function such as `sys:exit` is refused unseen, as calling it to look at the result would be too late.
     """
     module, _, path = name.partition(":")
-    accepted = "the name of a class with start, log and finish, as package.module:Class"
+    accepted = _NAME_OF_CLASS
     if not (module and path.isidentifier()):
         raise UserError("log.tracker", name, accepted)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         named: Any = getattr(importlib.import_module(module), path)
-        made = named() if makes else named
-    except Exception as error:  # of a stranger's code
+    except _FAILURES as error:
         raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
-    missing = [each for each in ("start", "log", "finish") if not callable(getattr(made, each, None))]
-    if missing and (makes or isinstance(named, type)):
+    if not isinstance(named, type):
+        raise UserError("log.tracker", name, f"{accepted}; it is no class")
+    if missing := [each for each in ("start", "log", "finish") if not callable(getattr(named, each, None))]:
         raise UserError("log.tracker", name, f"{accepted}; it has no {missing[0]}")
-    return made
+    return named

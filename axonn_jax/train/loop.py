@@ -1,11 +1,11 @@
 """Loop around a trainer: data, evaluation, metrics, progress, pictures, checkpoints."""
 
-import json
+import contextlib
 import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.loader import Loader
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.processes import World
-from axonn_jax.documents import replace_whole
-from axonn_jax.memory.report import lines as memory_lines
+from axonn_jax.memory.report import write as write_memory
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
 from axonn_jax.tracking.files import JsonLines, started
@@ -56,21 +55,11 @@ class Run:
         self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say, behind=self.start)
         self.pruning = pruning_of(trainer)
         self.pruning.loaded()
-        self.remembered = 1
-        """Step after which the memory report is written."""
+        self.remembered = 1  # the step after which the memory report is written
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
-        self.lines, run = JsonLines(warn=self.say), RunFacts(self.directory, "", resumed=self.start)
-        self.trackers = Trackers([], run, self.say)
-        if self.first:
-            keep_settings(config, self.directory)
-            asked = trackers_of(config.log, self.lines)
-            self.trackers = started(asked, self.directory, settings_by_name(config), self.start, self.say)
-        self.best = Best(held_out_losses(self.directory if self.first and self.start else None, sync))
-        self.checkpoints.saver.best = self.best.step if config.checkpoint.best else 0
-        self.samples: Samples | None = None
-        if config.train.sample_every:
-            self.samples = Samples(config, shape, self.engine.grid, sync, run=run, say=self.say)
+        self.lines, self.trackers = JsonLines(warn=self.say), Trackers([], RunFacts(self.directory, ""), self.say)
+        self.best, self.samples = Best(), cast(Samples | None, None)
 
     def say(self, text: str) -> None:
         """Print a line, on the first process only."""
@@ -78,11 +67,28 @@ class Run:
 
     def go(self, stop: StopSignals) -> int:
         """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
-        status = self._go(stop)
-        self.trackers.finish(status)
-        if self.samples is not None:
-            self.samples.close()
+        with (
+            contextlib.ExitStack() as ending
+        ):  # however it ends, trackers are told, and a service shows no run for ever
+            self._begin(ending)
+            status = self._go(stop)
+            self.trackers.finish(status)
         return status
+
+    def _begin(self, ending: contextlib.ExitStack) -> None:
+        """Start the trackers, and read what the run has said so far."""
+        config, run = self.config, RunFacts(self.directory, "", resumed=self.start)
+        if self.first:
+            keep_settings(config, self.directory)
+            asked = trackers_of(config.log, self.lines)
+            self.trackers = started(asked, self.directory, settings_by_name(config), self.start, self.say)
+        ending.enter_context(self.trackers)
+        losses = held_out_losses(self.directory if self.first and self.start else None, self.sync)
+        self.best = Best((step, loss) for step, loss, _ in losses)
+        self.checkpoints.recall({step: loss for step, loss, complete in losses if complete})
+        if config.train.sample_every:
+            self.samples = Samples(config, self.shape, self.engine.grid, self.sync, run=run, say=self.say)
+            ending.callback(self.samples.close)
 
     def _go(self, stop: StopSignals) -> int:
         steps, every, save_every = self.config.train.steps, self.config.train.eval_every, self.config.checkpoint.every
@@ -139,14 +145,16 @@ class Run:
                 if waiting is not None and (evaluates or saves or samples):  # a checkpoint's steps all have their lines
                     mark = self._report(step, waiting, mark)
                     waiting = None
+                held_out_loss = math.inf
                 if evaluates:
-                    saves = (self._evaluate(step) and self.config.checkpoint.best) or saves
+                    held_out_loss = self._evaluate(step)
+                    saves = saves or self.checkpoints.best_at(held_out_loss)
                     enough = self._enough and step < steps
                     mark = time.monotonic()
                 if saves or enough:
                     self.checkpoints.settle()
                     self._tell_saved()  # before a newer one takes its place
-                    self.checkpoints.save(step, self.train_data.position)
+                    self.checkpoints.save(step, self.train_data.position, held_out_loss)
                 if samples is not None:
                     self._sample(samples, step)
                     mark = time.monotonic()
@@ -164,8 +172,11 @@ class Run:
             self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
         self.say("; ".join([", ".join(done), *self._pictures(step), saved]))
         if self.config.checkpoint.best and math.isfinite(self.best.loss):
-            kept = path if (path := self._checkpoint(self.best.step)).exists() else "(none)"
-            self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {kept}")
+            kept, where = self.checkpoints.saver.best, str(self._checkpoint(self.best.step))
+            if kept != self.best.step:
+                best = f"; the best one, {self.checkpoints.saver.losses[kept]:.4f}, is {self._checkpoint(kept)}"
+                where = f"(none){best if kept else ''}"
+            self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {where}")
         self._say_undone()
         return 1 if error else 0
 
@@ -178,9 +189,9 @@ class Run:
         """Evaluate, and write samples, where the run was stopped before it did so in its last step."""
         every, step, texts = self.config.train.eval_every, self.start, self.samples.log if self.samples else None
         known = [bool(log and key in log.known) for log, key in ((self.lines, "eval_loss"), (texts, "text"))]
-        evaluated, sampled = (word == "True" for word in self.sync.gather(f"{known[0]} {known[1]}")[0].split())
+        evaluated, sampled = (bool(self.sync.gather_number(value)[0]) for value in known)
         if every > 0 and step % every == 0 and not evaluated:
-            self._evaluate(step)
+            self.checkpoints.recall({step: self._evaluate(step)})
         if self.samples and self.samples.due(step) and not sampled:
             self._sample(self.samples, step)
 
@@ -267,22 +278,12 @@ class Run:
             }
             self.trackers.record(step, record)
         if step == self.remembered:
-            self._remember()
+            write_memory(self.engine.memory(), self.directory, self.say)
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now
 
-    def _remember(self) -> None:
-        """Print and write the memory report, once a step has run."""
-        reports = self.engine.memory()
-        try:
-            replace_whole(self.directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
-        except OSError as error:
-            self.say(f"warning: memory.json could not be written: {error.strerror or error}")
-        for line in memory_lines(next(iter(reports.values()))):
-            self.say(line)
-
-    def _evaluate(self, step: int) -> bool:
-        """Evaluate, record and print; return True if the loss is the lowest so far."""
+    def _evaluate(self, step: int) -> float:
+        """Evaluate, record and print; return the loss."""
         losses = {name: self.trainer.evaluate(batches) for name, batches in self.held_out.items()}
         loss, entropy = self.data.mean(losses), self.data.unigram_entropy
         named = losses if len(self.data.all) > 1 else {}
@@ -290,9 +291,8 @@ class Run:
         self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **each)
         shown = "".join(f", {name} {own:.4f}" for name, own in named.items())
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f}){shown}")
-        lowest = self.best.seen(step, loss)
-        self.checkpoints.saver.best = self.best.step if self.config.checkpoint.best else 0
-        return lowest
+        self.best.seen(step, loss)
+        return loss
 
     def _loader(self, **options: Any) -> Loader:
         batch, seed = self.config.train.global_batch, self.config.data.seed

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
@@ -31,6 +32,7 @@ from axonn_jax.tracking.services import MlflowTracker, WandbTracker
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, own_tracker
 from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.resume import FOLDER
 from axonn_jax.train.validate import samples_of
 
 SAMPLE_TOKENS = 32
@@ -86,13 +88,16 @@ class Best:
         return lowest
 
 
-def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float]]:
-    """Return the held-out losses of a run that goes on, by step; the process that is given the directory reads them."""
+def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float, bool]]:
+    """Return the held-out losses of a run that goes on: step, loss, and whether the step's checkpoint is there.
+
+    The process that is given the directory reads it. Collective; the texts of a long run have some hundred kilobytes.
+    """
     records = [] if directory is None else read_metrics(directory)
+    complete = {step_of(path) for path in all_steps(directory / FOLDER)} if directory else set()
     losses = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    known = [(step, loss if _drawable(loss) else math.nan) for step, loss in losses]
-    told: list[Any] = json.loads(sync.gather(json.dumps(known))[0])
-    return [(int(step), float(loss)) for step, loss in told]
+    known = [(step, loss if _drawable(loss) else math.nan, step in complete) for step, loss in losses]
+    return [(step, loss, there) for step, loss, there in json.loads(sync.gather(json.dumps(known))[0])]
 
 
 def usage(grid: Grid, flops: float, step_s: float) -> dict[str, float]:

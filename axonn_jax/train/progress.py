@@ -7,6 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
+from axonn_jax.errors import without_credentials
 from axonn_jax.terminal import duration, printable, redraws, say, unfailing
 
 _WARM_UP = 2  # first steps, which compile and do not count for the time left
@@ -54,7 +55,8 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a separate line."""
         if self._bar is not None:
-            self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            shown = printable(without_credentials(text))
+            self._bar.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         elif self._shown:
             say(text)
 

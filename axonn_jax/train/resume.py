@@ -1,6 +1,7 @@
 """Checkpoints of a trainer and of a run: the state saved to resume, and the checkpoint to resume from."""
 
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -54,19 +55,22 @@ def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any]
     return directory / name_of(step)
 
 
-def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any]) -> None:
+def _begin_save(
+    saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any], loss: float = math.inf
+) -> None:
     """Begin to save all of an engine's state, or refuse infinite or NaN values anywhere in the run."""
     with engine.saving() as progress:
         if finite(engine, sync):
             shape = shape_of(engine)
-            saver.save(step, engine.state(), {**facts, "model": asdict(shape)} if shape else facts, progress)
+            run = {**facts, "model": asdict(shape)} if shape else facts
+            saver.save(step, engine.state(), run, progress, loss=loss)
         else:
             saver.refuse(step, "weights or optimizer state are not finite numbers")
 
 
 def finite(engine: Engine, sync: HostSync) -> bool:
     """True if an engine's state is finite in all processes of the run, which all must ask."""
-    return not any(sync.gather("" if engine.finite() else "not finite"))
+    return all(sync.gather_number(engine.finite()))
 
 
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
@@ -127,9 +131,25 @@ class Checkpoints:
         self._say(f"resumed at step {step} from {checkpoint.path} {saved}")
         return int(facts.run["position"])
 
-    def save(self, step: int, position: int) -> None:
-        """Begin to save the state after a step; wait first for an unfinished save."""
-        _begin_save(self.saver, self._engine, self._sync, step, self._facts(position))
+    def recall(self, losses: Mapping[int, float]) -> None:
+        """Take in the held-out losses of checkpoints that are complete, for `checkpoint.best`."""
+        finite_losses = {step: loss for step, loss in losses.items() if loss < math.inf}
+        self.saver.losses |= finite_losses if self._config.checkpoint.best else {}
+
+    def best_at(self, loss: float) -> bool:
+        """True if `checkpoint.best` asks for a checkpoint with this held-out loss.
+
+        It does where no step that is saved or being saved has a loss as low: one whose save has failed does not count.
+        """
+        return self._config.checkpoint.best and loss < min(self.saver.losses.values(), default=math.inf)
+
+    def save(self, step: int, position: int, loss: float = math.inf) -> None:
+        """Begin to save the state after a step; wait first for an unfinished save.
+
+        With `checkpoint.best` and a held-out `loss`, the checkpoint stays while no other complete one has a lower loss.
+        """
+        loss = loss if self._config.checkpoint.best else math.inf
+        _begin_save(self.saver, self._engine, self._sync, step, self._facts(position), loss)
         self.saved_step = step
 
     def finite(self) -> bool:

@@ -65,7 +65,7 @@ class StopSignals:
 
     def number(self) -> int:
         """Return the signal that ended the run, agreed by all processes, even by those without the signal."""
-        return max(int(text) for text in self._sync.gather(str(self._number)))
+        return int(max(self._sync.gather_number(self._number)))
 
     def _listen(self) -> None:
         while not self._closed.is_set():

@@ -26,7 +26,7 @@ from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.tracking.tracker import own_tracker
+from axonn_jax.tracking.tracker import tracker_class
 from axonn_jax.train.config import (
     CheckpointConfig,
     Config,
@@ -63,8 +63,6 @@ def check(config: Config) -> Config:
         if (value := getattr(config.log, name)) and importlib.util.find_spec(library) is None:
             none = "false" if value is True else "empty"
             raise UserError(f"log.{name}", value, f"{none}, or `pip install 'axonn_jax[{name}]'`")
-    if config.log.tracker:
-        own_tracker(config.log.tracker, makes=False)  # the run's first process makes one
     log = _check_log(config.log)
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
@@ -109,6 +107,8 @@ def check(config: Config) -> Config:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
     check_samples(config, shape)
+    if config.log.tracker:  # last: the import runs a stranger's code, which a wrong configuration need not
+        tracker_class(config.log.tracker)  # the run's first process makes one
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 

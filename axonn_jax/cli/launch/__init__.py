@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +17,10 @@ from types import FrameType
 from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
-from axonn_jax.cli.launch import sbatch
+from axonn_jax.cli.launch import slurm
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.distributed.processes import MET
-from axonn_jax.documents import Held, held, own_file
+from axonn_jax.documents import Held, held, own_file, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK
@@ -30,14 +30,11 @@ from axonn_jax.train.signals import SIGNALS, handled
 LOG = "restarts.log"
 _FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.SIGHUP}
 """Exit statuses without a restart: success, bad input, and a signal followed by a save, or by which a person ended."""
-_PMIX_WORKS = "started"
-_SHELL = "4294967290"
-"""SLURM_STEP_ID of salloc's shell on a node; a batch script's shell has none."""
 _RESUMES = ("--checkpoint.resume", "auto")
 _LONGEST_WAIT_S = 60.0
-_VERSION_S = 20.0
 _MET = MET.encode()
 _LAST_LINES_S = 5.0
+_MOST_LOG = 1 << 24  # bytes read of restarts.log
 
 
 @dataclass(frozen=True)
@@ -86,44 +83,29 @@ def run(args: Launch) -> int:
         raise UserError("-n", args.processes, f"a divisor of the grid's {config.grid.devices} devices")
     if args.sbatch is not None:
         own = ["--restarts", str(args.restarts), *(["--mpirun", args.mpirun] if args.mpirun else [])]
-        sbatch.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*own, "train", *words])
+        slurm.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*own, "train", *words])
         print(f"sbatch {shlex.quote(str(args.sbatch))}")
         return 0
     for name, value in (("--nodes", args.nodes), ("--time", args.time)):
         if value is not None:
             raise UserError(name, value, "given with --sbatch")
-    launcher = [] if args.mpirun else _srun(args.processes, config.grid.pipe, os.environ)
+    launcher = [] if args.mpirun else slurm.srun(args.processes, config.grid.pipe, os.environ)
     if not launcher and args.processes > 1:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
-        if args.mpirun is None and "Open MPI" in _output([launcher[0], "--version"]):  # Hydra refuses unknown options
+        if args.mpirun is None and "Open MPI" in slurm.answer(
+            [launcher[0], "--version"]
+        ):  # Hydra refuses unknown options
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
         raise UserError("--requeue", True, "not given outside a Slurm job (SLURM_JOB_ID is not set)")
-    if args.requeue and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        words = (*words, *_RESUMES)
     restarts = Restarts(words, Path(config.log.dir), args.restarts, before=launcher)
-    status = restarts.run()
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    status = restarts.run(restarts.first_start(job, again=requeued) if args.requeue else time.time())
     if args.requeue and status == 128 + signal.SIGUSR1:
-        answer = _output(["scontrol", "requeue", job]).strip()
+        answer = slurm.answer(["scontrol", "requeue", job]).strip()
         restarts.note(f"saved at SIGUSR1; scontrol requeue {job}: {answer or 'done'}")
     return status
-
-
-def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
-    """Return srun's words in a Slurm allocation, else none: Slurm signals its own steps, not mpirun's processes."""
-    path = shutil.which("srun")
-    if path is None or not environ.get("SLURM_JOB_ID") or environ.get("SLURM_STEP_ID", _SHELL) != _SHELL:
-        return []
-    mpi = "none"  # not the site's default, which may refuse, or start an MPI that nobody needs
-    if pipe > 1 and processes > 1:
-        mpi = "pmix"
-        # The list of srun --mpi=list also has a plugin whose library is not there.
-        if _PMIX_WORKS not in _output([path, f"--mpi={mpi}", "-n", "1", "echo", _PMIX_WORKS]):
-            say("axonn-jax: no pmix of this Slurm works, which a pipeline needs; under mpirun, scancel saves nothing")
-            return []
-    cores = environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take over from sbatch
-    return [path, f"--mpi={mpi}", *([f"--cpus-per-task={cores}"] if cores else []), "-n", str(processes)]
 
 
 def _launcher(text: str, processes: int) -> list[str]:
@@ -141,15 +123,6 @@ def _launcher(text: str, processes: int) -> list[str]:
     return [path, *words[1:], "-n", str(processes)]
 
 
-def _output(words: Sequence[str]) -> str:
-    """Return the output of a command that describes itself; empty on failure."""
-    try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_VERSION_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace")
-
-
 class Restarts:
     """Runner of `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
 
@@ -164,17 +137,19 @@ class Restarts:
         self._reached = False
         """True once a job's processes have met: an earlier failure of the launcher would happen again."""
 
-    def run(self) -> int:
-        """Run the job until it succeeds, is told to end, or has failed too often; return the exit status."""
+    def run(self, began: float) -> int:
+        """Run the job until it succeeds, is told to end, or has failed too often; return the exit status.
+
+        An attempt goes on from a checkpoint that is newer than `began`, in seconds since the epoch.
+        """
         handlers = {number: signal.signal(number, self._pass_on) for number in handled()}
         try:
-            return self._attempts()
+            return self._attempts(began)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _attempts(self) -> int:
-        began = time.time()
+    def _attempts(self, began: float) -> int:
         step, failed = self._last_step(), 0
         while True:
             status = self._attempt(self._saved_since(began))
@@ -263,6 +238,20 @@ class Restarts:
     def _last_step(self) -> int:
         return max((step_of(path) or 0 for path in all_steps(self._directory / "checkpoints")), default=0)
 
+    def first_start(self, job: str, *, again: bool) -> float:
+        """Return when a Slurm job started first, which restarts.log keeps; `again` for one that was requeued.
+
+        A node may fail before the first save. The user's words, such as `--checkpoint.resume PATH`, hold until the job
+        itself has saved: the run directory may have checkpoints of another run.
+        """
+        now, words = datetime.now(UTC), f"job {job} starts"
+        with contextlib.suppress(OSError, ValueError):
+            text = read_bytes(self._directory / LOG, _MOST_LOG).decode(errors="replace") if again else ""
+            if times := [line.split(" ")[0] for line in text.splitlines() if line.endswith(f" {words}")]:
+                return datetime.fromisoformat(times[-1]).timestamp()
+        self._record(words)
+        return now.timestamp()
+
     def _saved_since(self, began: float) -> bool:
         """Return True if this command's jobs have left a checkpoint."""
         for path in all_steps(self._directory / "checkpoints"):
@@ -274,6 +263,9 @@ class Restarts:
     def note(self, text: str) -> None:
         """Tell people, and the run directory's restarts.log."""
         say(f"axonn-jax: {text}")
+        self._record(text)
+
+    def _record(self, text: str) -> None:
         try:  # the log is a convenience
             self._directory.mkdir(parents=True, exist_ok=True)
             with open(self._directory / LOG, "a", encoding="utf-8", opener=own_file) as log:
