@@ -1,6 +1,7 @@
 """Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways."""
 
 import gc
+import math
 import os
 import random
 import shutil
@@ -118,17 +119,35 @@ def test_the_best_stays_until_a_better_one_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax.OrbaxWriter, "finish", lambda self, folder: go.wait() and finish(self, folder))
     go.set()
     with saver(tmp_path, keep=1) as made:
-        made.best = 1
-        made.save(1, state(1), {})
+        made.save(1, state(1), {}, loss=2.0)
         made.settle()
         go.clear()
         made.save(2, state(2), {})
-        made.best = 3
         go.set()
         made.settle()
         assert names(tmp_path) == ["step_00000001", "step_00000002"]
-        made.save(3, state(3), {})
+        made.save(3, state(3), {}, loss=1.0)
     assert names(tmp_path) == ["step_00000003"]
+
+
+def test_the_best_is_the_best_of_the_complete_ones(tmp_path, monkeypatch):
+    """The save of a better one fails, and the saves behind it succeed."""
+    start = orbax.OrbaxWriter.start
+
+    def full(self, folder, state, progress):
+        if folder.name.endswith("3"):
+            raise OSError(28, "No space left on device")
+        start(self, folder, state, progress)
+
+    monkeypatch.setattr(orbax.OrbaxWriter, "start", full)
+    with saver(tmp_path, keep=1) as made:
+        for step, loss in ((1, 2.0), (2, 3.0), (3, 1.0), (4, math.inf), (5, 2.5)):
+            made.save(step, state(step), {}, loss=loss)
+        made.settle()
+        assert names(tmp_path) == ["step_00000001", "step_00000005"]
+        assert (made.best, made.losses) == (1, {1: 2.0, 2: 3.0, 5: 2.5})
+        made.save(6, state(6), {}, loss=1.5)
+    assert names(tmp_path) == ["step_00000006"]
 
 
 def test_leftovers_go_and_strangers_stay(tmp_path):

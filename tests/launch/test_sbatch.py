@@ -35,20 +35,30 @@ def test_the_file_is_what_slurm_and_bash_read(config):
     assert subprocess.run(["bash", "-n", "my job.sh"]).returncode == 0
 
 
-@pytest.mark.parametrize(("restarts", "resumes"), [(0, False), (1, True)])
-def test_the_file_starts_a_step_and_a_requeued_job_goes_on_whatever_the_configuration_says(config, restarts, resumes):
-    """By an srun that says what it was asked, and that its tasks saved at Slurm's warning."""
-    said("launch", "-n", "2", "--sbatch", "job.sh", "c.toml", "--checkpoint.resume", "never")
+def test_the_file_starts_a_step_and_a_requeued_job_goes_on_from_its_own_checkpoint_whatever_its_words_say(config):
+    """By an srun that says what it was asked, and that its tasks saved at Slurm's warning.
+
+    The run directory has a checkpoint of another run. The node fails once before the job's first save, and once behind.
+    """
+    said("launch", "-n", "2", "--sbatch", "job.sh", "c.toml", "--checkpoint.resume", "never", "--log.dir", "run")
     for name, status in (("srun", 138), ("scontrol", 0)):
         (config / name).write_text(f'#!/bin/sh\necho "{name} $*" >> asked\nexit {status}\n')
         (config / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_RESTART_COUNT": str(restarts)}
-    done = finished(["bash", "job.sh"], 60, "/", PATH=f"{config}{os.pathsep}{os.environ['PATH']}", **slurm)
-    assert done.returncode == 138, done.stderr
-    begin, requeue = (config / "asked").read_text().splitlines()
     trains = f"srun --mpi=none -n 2 {sys.executable} -m axonn_jax.cli.main train c.toml --checkpoint.resume never"
-    assert begin == trains + resumes * " --checkpoint.resume auto"
-    assert requeue == "scontrol requeue 7"
+    for restarts, resumes in ((0, False), (1, False), (2, True)):
+        saved = config / f"run/checkpoints/step_0000000{restarts + 1}"
+        if restarts != 1:
+            saved.mkdir(parents=True)
+            (saved / "manifest.json").touch()
+        if restarts == 0:
+            os.utime(saved / "manifest.json", (1e9, 1e9))
+        (config / "asked").unlink(missing_ok=True)
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_RESTART_COUNT": str(restarts)}
+        done = finished(["bash", "job.sh"], 60, "/", PATH=f"{config}{os.pathsep}{os.environ['PATH']}", **slurm)
+        assert done.returncode == 138, done.stderr
+        begin, requeue = (config / "asked").read_text().splitlines()
+        assert begin == f"{trains} --log.dir run" + resumes * " --checkpoint.resume auto"
+        assert requeue == "scontrol requeue 7"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Trackers: what metrics.jsonl and TensorBoard keep over a resume, and that others are told of each step once."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -16,8 +17,9 @@ import axonn_jax as ax
 from axonn_jax.checkpoint.orbax import OrbaxWriter
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
+from axonn_jax.terminal import say
 from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, read_metrics, started
-from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, own_tracker
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, tracker_class
 
 
 def test_each_record_is_a_line_at_once_and_json(tmp_path):
@@ -76,6 +78,7 @@ DAMAGES = {
     "not UTF-8": b"\xff\xfe\x00\n",
     "no step": b'{"loss": 1.0}\n',
     "a step that is none": b'{"step": true, "loss": 1.0}\n',
+    "a step below 0": b'{"step": -5, "eval_loss": 0.0}\n',
     "not finite": b'{"step": 3, "loss": 1e999}\n',
     "deep": b"[" * 200_000 + b"\n",
     "a list": b'["step"]\n',
@@ -126,19 +129,19 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_no_damage(tmp_path):
 class Kept:
     """A tracker as a user writes one: no base, and what it is told in a list."""
 
-    fails = ""
+    fails, fault = "", RuntimeError("no server\nat all")
 
     def __init__(self):
         self.told = []
 
     def start(self, run):
         if self.fails == "start":
-            raise RuntimeError("no server\nat all")
+            raise self.fault
         self.told.append(run.id)
 
     def log(self, step, values):
         if self.fails == "log":
-            raise ConnectionError("gone")
+            raise self.fault
         self.told.append((step, *values))
 
     def finish(self, status):
@@ -201,10 +204,13 @@ def test_a_run_that_is_killed_and_resumed_twice_tells_each_step_once(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"id": 3}', b"\xff", b'{"id": "x", "told": {"loss": "a"}}'])
-def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one(damage, tmp_path):
+def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one_and_says_so(damage, tmp_path, capsys):
     (tmp_path / FACTS).write_bytes(damage)
     ((run_id, _),) = run_of(tmp_path, (), resumed=3)
     assert len(run_id) == 8
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"warning: {tmp_path / FACTS} is damaged: ")
+    assert line.endswith(f"; trackers are told of a new run, with id {run_id}")
 
 
 def test_facts_that_cannot_be_written_are_one_line(tmp_path):
@@ -213,23 +219,48 @@ def test_facts_that_cannot_be_written_are_one_line(tmp_path):
         started([], tmp_path, {}, 0, print)
 
 
-def test_a_tracker_that_fails_is_a_line_and_no_run_ends(tmp_path):
+@pytest.mark.parametrize("fault", [ConnectionError("gone"), SystemExit(0), SystemExit("gone")])
+def test_a_tracker_that_fails_is_a_line_and_no_run_ends(fault, tmp_path):
     failing, kept, said = Kept(), Kept(), []
-    failing.fails = "log"
+    failing.fails, failing.fault = "log", fault
     asked = [RunTracker("log.tracker", "own:Mine", failing), RunTracker("log.wandb", "p", kept)]
     with Trackers(asked, RunFacts(tmp_path, "id"), said.append) as log:
         log.log(1, loss=1.0)
         log.log(2, loss=1.0)
-    assert said == ["warning: log.tracker = 'own:Mine': ConnectionError: gone; nothing more is sent there"]
+    why = f"{type(fault).__name__}: {fault}"
+    assert said == [f"warning: log.tracker = 'own:Mine': {why}; nothing more is sent there"]
     assert kept.told == ["id", (1, "loss"), (2, "loss"), 0]
     assert failing.told == ["id"]
 
 
-def test_a_tracker_that_does_not_start_is_one_line(tmp_path):
-    failing = Kept()
-    failing.fails = "start"
-    with pytest.raises(UserError, match=r"log.tracker = 'own:Mine': a tracker that starts; RuntimeError: no server$"):
-        Trackers([RunTracker("log.tracker", "own:Mine", failing)], RunFacts(tmp_path, "id"), print)
+@pytest.mark.parametrize("fault", [RuntimeError("no server\nat all"), SystemExit("no server")])
+def test_a_tracker_that_does_not_start_is_one_line_and_those_before_it_are_told_the_end(fault, tmp_path):
+    before, failing = Kept(), Kept()
+    failing.fails, failing.fault = "start", fault
+    asked = [RunTracker("log.tracker", "own:Mine", each) for each in (before, failing)]
+    with pytest.raises(UserError, match=r"log.tracker = 'own:Mine': a tracker that starts; \w+: no server$"):
+        Trackers(asked, RunFacts(tmp_path, "id"), print)
+    assert before.told == ["id", 2]
+
+
+def test_a_password_is_in_no_line(tmp_path, capsys):
+    failing, server = Kept(), "http://me:SECRET@host:9/x"
+    failing.fails, failing.fault = "start", RuntimeError(f"no answer of {server}")
+    with pytest.raises(UserError, match=r"no answer of http://\*\*\*@host:9/x$"):
+        Trackers([RunTracker("log.mlflow", server, failing)], RunFacts(tmp_path, "id"), print)
+    say(f"error: Connection refused by {server}")
+    assert capsys.readouterr().err == "error: Connection refused by http://***@host:9/x\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(UserError("a", 1, "b"), 2), (RuntimeError("b"), 1), (KeyboardInterrupt(), 130), (None, 0)]
+)
+def test_a_loop_of_ones_own_tells_how_it_ended(fault, status, tmp_path):
+    kept = Kept()
+    with contextlib.suppress(BaseException), ax.tracked(ax.init(), tmp_path, kept):
+        if fault is not None:
+            raise fault
+    assert kept.told[1:] == [status]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +270,9 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path):
         (":Class", "as package.module:Class$"),
         ("no.such.module:Class", "ModuleNotFoundError: No module named 'no'"),
         ("json:Nothing", "AttributeError: module 'json' has no attribute 'Nothing'"),
-        ("json:loads", "TypeError: "),
+        ("json:loads", "it is no class$"),
+        ("sys:exit", "it is no class$"),
+        ("os:abort", "it is no class$"),
         ("json:JSONDecoder", "it has no start$"),
     ],
 )
@@ -247,7 +280,7 @@ def test_a_name_of_no_tracker_is_one_line(name, why):
     with pytest.raises(
         UserError, match=f"log.tracker = '{name}': the name of a class with start, log and finish.*{why}"
     ):
-        own_tracker(name)
+        tracker_class(name)
 
 
 def test_a_loop_of_ones_own_that_cannot_be_tracked(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import signal
 
 import pytest
@@ -32,7 +33,7 @@ def test_an_evaluation_that_was_not_finite_counts_when_a_run_goes_on(tmp_path):
         log.log(step, {"loss": 1.0})
         log.log(step, {"eval_loss": loss})
     log.finish()
-    best = Best(held_out_losses(tmp_path, LocalSync()))
+    best = Best((step, loss) for step, loss, _ in held_out_losses(tmp_path, LocalSync()))
     assert (best.step, best.loss, best.since) == (2, 3.0, 2)
 
 
@@ -64,11 +65,12 @@ def test_a_run_whose_held_out_loss_does_not_fall_ends_early_and_keeps_the_best(r
     assert [step_of(path) for path in all_steps(run / "checkpoints")] == sorted({best[0], step + 10}, reverse=True)
 
 
-def test_initial_weights_that_no_checkpoint_of_the_run_equals_are_named(runs, prepared, tmp_path, capsys):
+@pytest.mark.parametrize(("rate", "best"), [(1e6, ""), (1.0, r"; the best one, \d+\.\d{4}, is .*/step_00000002")])
+def test_initial_weights_that_no_checkpoint_of_the_run_equals_are_named(rate, best, runs, prepared, tmp_path, capsys):
     config = write_config(tmp_path / "c.toml", prepared, 1, "[checkpoint]\nbest = true")
-    given = {"train_lr": 1e6, "train_steps": 2, "checkpoint_weights": runs[0], "log_dir": tmp_path / "run"}
+    given = {"train_lr": rate, "train_steps": 2, "checkpoint_weights": runs[0], "log_dir": tmp_path / "run"}
     assert main(["train", str(config), *flags(given)]) == 0
-    assert ", is of step 0; checkpoint (none)\n" in capsys.readouterr().err
+    assert re.search(rf", is of step 0; checkpoint \(none\){best}\n", capsys.readouterr().err)
 
 
 def test_a_run_stopped_before_the_evaluation_that_ends_it_ends_when_it_goes_on(prepared, tmp_path, monkeypatch):
