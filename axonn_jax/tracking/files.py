@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FACTS = "tracked.json"
 """File of a run directory: the run's id for trackers, and the last step that each was told of, by name of a value."""
+_MOST_WAITING = 2**26  # bytes of lines kept for a disk that has no room: those of some 200,000 steps
 _MOST = 2**31  # bytes read of a log: that of ten million steps
 
 
@@ -42,8 +43,8 @@ class JsonLines:
         self._name, self._warn = name, warn
         self.known = frozenset[str]()
         """Names of the values that are known of the step resumed."""
-        self._trouble = ""
-        """Reason for lines not written so far, which are kept for the next write."""
+        self._trouble, self._waiting, self._lost = "", b"", 0
+        """Reason for which lines were not written in time, bytes that wait for room, and lines beyond those."""
 
     def start(self, run: RunFacts) -> None:
         """Open the file, behind the step that the run goes on after."""
@@ -52,7 +53,8 @@ class JsonLines:
             self._go_on_after(run.resumed)
         elif os.path.lexists(path):
             path.rename(_free_name(path))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # Without a buffer of Python's: one that is full forgets what a full disk does not take.
+        self._file = path.open("ab", buffering=0)
 
     def _go_on_after(self, step: int) -> None:
         path = self._path
@@ -79,20 +81,26 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record; infinite numbers and NaN become null, as JSON has neither."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with self._told():
-            self._file.write(json.dumps(clean) + "\n")
+        if len(self._waiting) > _MOST_WAITING:
+            self._lost += 1
+        else:
+            self._waiting += json.dumps(clean).encode() + b"\n"
+        self._write_waiting()
 
     def finish(self, status: int = 0) -> None:
-        """Close the file, and say where lines could not be written in time."""
-        with self._told():
+        """Close the file, and say where lines could not be written, or not in time."""
+        self._write_waiting()
+        with contextlib.suppress(OSError):
             self._file.close()
+        missing = self._lost + self._waiting.count(b"\n")
         if self._trouble:
-            self._warn(f"warning: lines of {self._path} could not be written in time: {self._trouble}")
+            which = f"{missing} lines of {self._path} are missing" if missing else f"lines of {self._path} came late"
+            self._warn(f"warning: {which}: {self._trouble}")
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _write_waiting(self) -> None:
         try:
-            yield
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             self._trouble = self._trouble or f"{error.strerror or error}"
 
