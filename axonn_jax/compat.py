@@ -116,7 +116,8 @@ class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 
     The coordination service's own barrier would wait out its time limit for a process that will never come. Values stay
-    set in the service, so barriers are numbered in the order in which each process makes them.
+    set in the service, so barriers are numbered in the order in which each process makes them, and those of a save are
+    deleted when the next one begins: a run of months would leave millions.
     """
 
     def __init__(self) -> None:
@@ -135,21 +136,27 @@ class FailingBarrier:
         return number
 
     def begin(self, save: int) -> None:
-        """Number the save that follows; a failure counts for this save alone."""
+        """Number the save that follows; a failure counts for this save alone. All processes have ended the one before.
+
+        So has every barrier's count: a process that failed has not come to those behind its failure.
+        """
+        if self._rank == 0:
+            self._client.key_value_delete(f"{self._place}/{self._save}/")
         self._save = save
+        self._passed.clear()
 
     def fail(self, why: str) -> None:
         """Tell the others not to wait."""
-        self._client.key_value_set(f"{self._place}/failed/{self._save}/{self._rank}", why[:500], allow_overwrite=True)
+        self._client.key_value_set(f"{self._place}/{self._save}/failed/{self._rank}", why[:500], allow_overwrite=True)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait for all; raise ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
-        self._passed[key] += 1  # Orbax names a barrier alike in every save
-        folder = f"{self._place}/passed/{key}/{self._passed[key]}/"
+        self._passed[key] += 1  # Orbax names a barrier alike in every lot of a save
+        folder = f"{self._place}/{self._save}/passed/{key}/{self._passed[key]}/"
         end = time.monotonic() + timeout_ms / 1000
         self._client.key_value_set(folder + str(self._rank), "here", allow_overwrite=True)
         while len(self._client.key_value_dir_get(folder)) < self._size:
-            if failed := self._client.key_value_dir_get(f"{self._place}/failed/{self._save}/"):
+            if failed := self._client.key_value_dir_get(f"{self._place}/{self._save}/failed/"):
                 raise RuntimeError(failed[0][1])
             if time.monotonic() > end:
                 raise TimeoutError(f"a process did not come within {timeout_ms / 1000:g} s")

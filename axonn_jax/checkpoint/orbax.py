@@ -98,6 +98,8 @@ class OrbaxWriter:
             for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
                 progress(f"the checkpoint, lot {number + 1} of {len(lots)}")
                 arrays = {name: joined(state.pop(name)) for name in lot}
+                if self._barrier is not None:  # Orbax's own first barrier waits half an hour for one that has failed
+                    self._barrier(key="copied", timeout_ms=_TIMEOUT_S * 1000)
                 if arrays:  # none on a rank of the pipe that trains nothing, for which Orbax has no word
                     self._checkpointer.save(folder / part, args=ocp.args.PyTreeSave(arrays))
                 if waits:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import grids
 import jax
@@ -25,12 +26,15 @@ from launched import (
     errors,
     finished,
     flags,
+    mpirun,
+    objects,
     slurm_tasks,
     succeeded,
     until,
 )  # fmt: skip
 from saved import disk_of
 
+from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.checkpoint.restore import load, newest
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.grid import GridShape
@@ -268,3 +272,13 @@ def test_tasks_that_no_mpi_joins_agree_too(config, tmp_path):
     (ended,) = re.findall(r"^ended by SIGTERM after step (\d+); checkpoint", said, re.MULTILINE)
     assert complete(run) == int(ended)
     assert "Traceback" not in said
+
+
+def test_a_process_that_fails_while_it_copies_keeps_nobody_waiting_and_later_saves_succeed(tmp_path):
+    script = Path(__file__).with_name("failing_save_script.py")
+    done = objects(succeeded(mpirun(2, sys.executable, script, tmp_path), timeout=60).stdout)
+    full = "no space left on the device"
+    assert [each["said"] for each in done] == [["", full, "", full, "", ""]] * 2
+    assert [step_of(path) for path in all_steps(tmp_path)] == [6, 5]
+    for each in done:  # what processes have told each other of a save does not stay
+        assert each["keys"][0] == each["keys"][1]
