@@ -5,6 +5,7 @@ a failed save takes with it. The losses are compared with those of a run that no
 """
 
 import json
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -31,7 +32,7 @@ eval_batches = 1
 ema = 0.9
 """
 WATCH = """
-import gc, json, os, threading, time
+import gc, json, os, signal, threading, time
 from pathlib import Path
 
 DISTURBED = json.loads(Path("disturbed.json").read_text())
@@ -40,7 +41,7 @@ class Watch:
     '''A tracker that notes what the process holds, and disturbs the run at the steps of disturbed.json.'''
 
     def start(self, run):
-        self.directory, self.file, self.first = run.directory, Path("watched.jsonl").open("a"), not run.resumed
+        self.directory, self.file = run.directory, Path("watched.jsonl").open("a")
 
     def log(self, step, values):
         if "loss" not in values:
@@ -50,7 +51,8 @@ class Watch:
         if step % 50 == 0:
             gc.collect()
             self.note("objects", step, len(gc.get_objects()))
-        for what in DISTURBED.get(str(step), []):
+        if (what := DISTURBED.get(str(step))) and not (done := Path(f"done_{step}")).exists():
+            done.touch()  # a run that is killed comes by again
             getattr(self, what)()
 
     def fill(self):
@@ -68,6 +70,15 @@ class Watch:
         now = time.time
         time.time = lambda: now() + 86_400
 
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def warn(self):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
     def saved(self, step, path):
         steps = [int(path.name[5:]) for path in (self.directory / "checkpoints").glob("step_*")]
         self.note("saved", step, sorted(steps))
@@ -80,10 +91,10 @@ class Watch:
 """
 
 
-@pytest.fixture(scope="module")
-def place(prepared, tmp_path_factory):
+@pytest.fixture
+def place(prepared, tmp_path):
     """A folder with the settings of a run on a mix of two corpora, and the tracker that watches it."""
-    folder = tmp_path_factory.mktemp("endurance")
+    folder = tmp_path
     (folder / "text").mkdir()
     (folder / "text/a.py").write_text("\n".join(f"def g{n}(y):\n    return y * {n % 31}\n" for n in range(900)))
     prepare(folder / "text", folder / "other", tokenizer=prepared, include=["*.py"], holdout=0.3)
@@ -117,7 +128,7 @@ def watched(place, kind):
     return [words for name, *words in lines if name == kind]
 
 
-def flat(place, behind, objects_a_step, megabytes):
+def flat(place, objects_a_step, megabytes, behind=100):
     """Holds the most that a process has in the second half of its steps against that in the first half of them.
 
     A save under way has a few threads and files of its own, at any step.
@@ -141,7 +152,7 @@ STEPS, FULL, EMPTY = 300, 150, 172
 # Three hundred evaluations and over two hundred saves are what it is about.
 def test_hundreds_of_evaluations_and_saves_on_a_disk_that_fills_and_empties(place, tmp_path):
     want, held_out = undisturbed(place, STEPS + 2, 50)
-    (place / "disturbed.json").write_text(json.dumps({FULL: ["fill"], EMPTY: ["empty"]}))
+    (place / "disturbed.json").write_text(json.dumps({FULL: "fill", EMPTY: "empty"}))
     with disk_of("16m", tmp_path / "disk") as disk:
         given = {
             "log_dir": disk / "run",
@@ -173,8 +184,50 @@ def test_hundreds_of_evaluations_and_saves_on_a_disk_that_fills_and_empties(plac
         assert done.stderr.count("Traceback") == 0
         assert watched(place, "finish") == [[0]]
         # A save leaves about 22 lists in tensorstore 0.1.86, whose metrics forget to give them back.
-        flat(place, 100, objects_a_step=30, megabytes=40)
+        flat(place, objects_a_step=30, megabytes=40)
         again = finished([*words, "--train.steps", STEPS + 2], 200, place, **service)
         assert again.returncode == 0, again.stderr[-3000:]
         assert losses(disk / "run")[0] == want
         assert losses(disk / "run")[1][STEPS + 2] == held_out[STEPS + 2]
+
+
+LONG = 10_000
+GRIDS = {"grid_data": 2}, {"grid_z": 2, "grid_y": 2}, {"grid_pipe": 2}
+EACH = 60
+
+
+@pytest.mark.slow
+def test_what_a_month_brings(place):
+    """20,000 lines of metrics, kill -9, SIGTERM, a clock that jumps a day, a job that is requeued, other grids."""
+    want, held_out = undisturbed(place, LONG, 1)
+    disturbed = {1_200: "kill", 2_600: "end", 4_100: "jump", 5_300: "warn"}
+    (place / "disturbed.json").write_text(json.dumps(disturbed))
+    alike = LONG - EACH * len(GRIDS)
+    given = {
+        "log_dir": place / "run",
+        "train_steps": alike,
+        "train_eval_every": 1,
+        "checkpoint_every": 500,
+        "checkpoint_best": True,
+        "log_tensorboard": True,
+        "log_tracker": "watch:Watch",
+    }
+    words = [*AXONN, "launch", "--requeue", "--mpirun", "mpirun", "train", place / "c.toml", *flags(given)]
+    for restarts, status in enumerate((128 + signal.SIGTERM, 128 + signal.SIGUSR1, 0)):
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+        done = finished(words, 1000, place, **slurm)
+        assert done.returncode == status, done.stderr[-3000:]
+        assert "Traceback" not in done.stderr
+    assert losses(place / "run") == tuple(
+        {step: loss for step, loss in kind.items() if step <= alike} for kind in (want, held_out)
+    )
+    assert watched(place, "finish") == [[128 + signal.SIGTERM], [128 + signal.SIGUSR1], [0]]
+    flat(place, objects_a_step=1, megabytes=20, behind=6_000)
+    (place / "disturbed.json").write_text("{}")
+    for number, grid in enumerate(GRIDS, 1):
+        there = {**given, "train_steps": alike + number * EACH, **grid}
+        done = finished([*AXONN, "train", place / "c.toml", *flags(there)], 300, place)
+        assert done.returncode == 0, done.stderr[-3000:]
+    found, evaluated = losses(place / "run")
+    assert found == pytest.approx(want, rel=1e-4), "rounding of other grids alone, in a few dozen steps"
+    assert evaluated == pytest.approx(held_out, rel=1e-4)
