@@ -5,7 +5,7 @@ import json
 import pkgutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -53,6 +53,14 @@ def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
         cudnn = 0
     major, minor = map(int, device.compute_capability.split("."))
     return AttentionDevice("cuda", (major, minor), cudnn)
+
+
+def part_of(closed: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
+    """Return the part of a traced function that computes the wanted results, without inputs that it does not read."""
+    from jax._src.interpreters import partial_eval
+
+    jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(wanted))
+    return ClosedJaxpr(jaxpr, [value for value, read in zip(closed.consts, constants_read, strict=True) if read])
 
 
 def context_mesh() -> jax.sharding.Mesh | None:

@@ -1,7 +1,7 @@
-"""Traits of an optimizer, found by trial: elementwise, one parameter at a time, and the owners of its state."""
+"""Traits of an optimizer, read off its traced step: elementwise, one parameter at a time, and its state's owners."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,16 +12,8 @@ import optax
 from jax.tree_util import DictKey, tree_map_with_path
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
+from axonn_jax.backend.dependence import Computation, by_element, computation
 from axonn_jax.errors import UserError
-
-_SHAPES = {2: (256, 130), 1: (256,)}
-"""Shapes of probes by number of dims: large ones, as adafactor is elementwise on small ones."""
-_SCALES = (1e-3, 1e3)
-"""Scales of a probe's gradients, each used until an update is seen: Adam's first one does not depend on the scale."""
-_LONGEST = 256
-"""Steps within which an update must show; those of a warm-up or of a running average begin with zeros."""
-_ROUNDING = 1e-4
-"""Largest difference between two computations of an update that is rounding, over the update's largest entry."""
 
 _OF_MASKS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 """Errors of a mask that has all parameters' names, where only part of them is given."""
@@ -82,19 +74,16 @@ def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | N
 def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iterable[str]) -> None:
     """Raise ``UserError`` if the update of a stage's own parameters depends on parameters it does not hold.
 
-    Found out by trying: tiny arrays under all names, all at once and the own ones alone.
+    It does not where an optimizer of the own ones alone computes what that of all computes of them: read off the traced
+    updates, so that what shows late, or where parameters have moved, is seen too. Of the parameters shapes are enough.
     """
     own = set(own)
     if len(own) == len(params):
         return
-    tiny = {name: jnp.full((2,) * len(p.shape), 0.5, jnp.float32) for name, p in params.items()}
-    grads = {name: (1 + i % 7) * value for i, (name, value) in enumerate(tiny.items())}
-    parts = [{name: tree[name] for name in own} for tree in (tiny, grads)]
-    probe = _Trial(optimizer)
-    together = probe.updates(tiny, [grads] * len(_SCALES))
-    if not _close(together, probe.updates(parts[0], [parts[1]] * len(_SCALES)), own):
+    shapes = {name: p.shape for name, p in params.items()}
+    if not _alike(optimizer, shapes, {name: shapes[name] for name in shapes if name in own}):
         raise UserError(
-            "optimizer", "a transformation that looks at all parameters together",
+            "optimizer", f"{_who(optimizer, shapes)}, a transformation that looks at all parameters together",
             "one that treats every parameter by itself where grid.pipe is above 1, since no stage has them "
             "all; for clipping by the global norm use `clip` (train.clip)",
         )  # fmt: skip
@@ -103,20 +92,17 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
 def check_offload(optimizer: GradientTransformation, where: str, params: Arrays) -> bool:
     """Return True if every element is updated by itself; if not, every parameter must be.
 
-    Found out by trying: a parameter of each kind that it treats alike, by itself and in two parts. Raises ``UserError``
-    naming the transformation that looks at all parameters together, or updates nothing; `where` names the option that
-    needs it.
+    Read off the traced updates of two parameters of each kind that it treats alike. Raises ``UserError`` naming the
+    transformation that looks at all parameters together; `where` names the option that needs it.
     """
-    if _splits(optimizer, _elements, shapes := _probed(optimizer, params)):
-        return True
-    if not _splits(optimizer, _parameters, shapes):
-        faulty = [_name(link) for link in _links(optimizer) if _looks_at_all(link, shapes)]
+    shapes = _probed(optimizer, params)
+    if not _by_parameter(optimizer, shapes):
         raise UserError(
-            "optimizer", ", ".join(faulty) or _name(optimizer),
+            "optimizer", _who(optimizer, dict(shapes)),
             f"a transformation that treats every parameter by itself with {where}, which has a bucket of them at a "
             "time; for clipping by the global norm use `clip` (train.clip)",
         )  # fmt: skip
-    return False
+    return all(_by_element(optimizer, name, shape) for name, shape in shapes)
 
 
 def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[Any]]:
@@ -160,108 +146,88 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of probes."""
 
 
-def _elements(params: Arrays) -> list[Arrays]:
-    return [{name: value[rows] for name, value in params.items()} for rows in (slice(0, 128), slice(128, 256))]
-
-
-def _parameters(params: Arrays) -> list[Arrays]:
-    return [{name: value} for name, value in params.items()]
-
-
-def _looks_at_all(link: GradientTransformation, shapes: Shapes) -> bool:
-    try:
-        return not _splits(link, _parameters, shapes)
-    except UserError:  # a link that only scales by zero for long, say
-        return False
-
-
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
-    """Return a probe of each kind of parameter that an optimizer treats in a way of its own and does not freeze."""
+    """Return large parameters, two of each kind that an optimizer treats in a way of its own."""
     small: Any = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
     try:
         kinds = treatments(optimizer, small)
     except UserError:  # masks of all parameters' names
         kinds = {}
-    moved = _moved(optimizer, {name: small[name].shape for name in {k: n for n, k in kinds.items()}.values()})
-    probes = tuple((name, _SHAPES[min(len(small[name].shape), 2)]) for name in moved)
-    return probes or (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))  # where it takes no parameter alone
+    first: dict[int, list[str]] = {}
+    for name, kind in kinds.items():
+        first.setdefault(kind, []).append(name)
+    names = [name for alike in first.values() for name in alike[:2]]
+    probes = tuple((name, _large(len(small[name].shape))) for name in names)
+    return probes or (("matrix", _large(2)), ("matrix_2", _large(2)), ("vector", _large(1)))
 
 
-def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The parameters that gradients of ones move; none where the optimizer does not take such names."""
-    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+def _large(dims: int, rows: int = 256) -> tuple[int, ...]:
+    """Return a shape, large since adafactor is elementwise on small ones."""
+    return (rows, 130)[:dims] if dims < 3 else (*(2,) * (dims - 2), rows, 130)
+
+
+def _step(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a step of an optimizer, its first state included, and the forms of its arguments."""
+    params: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def step(params: Any, grads: Any, state: Any, value: Any) -> Any:
+        return updated(optimizer, grads, state, params, value), optimizer.init(params)
+
     try:
-        (update,) = _Trial(optimizer).updates(params, [params])
-    except UserError:
-        return []
-    return [name for name, value in update.items() if np.any(np.asarray(value) != 0)]
+        return step, (params, params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.float32))
+    except _OF_MASKS as error:
+        raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
+
+
+def _computed(
+    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], of: Iterable[str]
+) -> Computation:
+    """Return what a step computes of some parameters: updates, state, and the state that belongs to none of all."""
+    step, arguments = _step(optimizer, shapes)
+    names = {*of}
+    try:
+        return computation(step, *arguments, of=lambda path: owner(path, shapes) in names | {None})
+    except _OF_MASKS as error:
+        raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
+
+
+def _alike(
+    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], some: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Return True if a step of all parameters computes of some what a step of these alone does."""
+    return _computed(optimizer, shapes, some) == _computed(optimizer, some, some)
 
 
 @lru_cache(maxsize=32)
-def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[Arrays]], shapes: Shapes) -> bool:
-    """Return True if parts of parameters get the same updates as within the whole."""
-    rng = np.random.default_rng(0)
-    drawn = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes} for _ in range(3)]
-    probe = _Trial(optimizer)
-    want = probe.updates(drawn[0], drawn[1:])
-    in_parts: list[dict[str, Any]] = [{} for _ in want]
-    for params, *grads in zip(*map(divide, drawn), strict=True):
-        for joined, part in zip(in_parts, probe.updates(params, grads), strict=True):
-            for name, value in part.items():
-                joined[name] = np.concatenate([joined[name], value]) if name in joined else np.asarray(value)
-    return _close(want, in_parts, dict(shapes))
+def _by_parameter(optimizer: GradientTransformation, shapes: Shapes) -> bool:
+    return all(_alike(optimizer, dict(shapes), {name: shape}) for name, shape in shapes)
 
 
-def _close(want: Sequence[Arrays], have: Sequence[Arrays], names: Iterable[str]) -> bool:
-    """Return True if updates by name are equal but for rounding, relative to each update's largest entry."""
+@lru_cache(maxsize=64)
+def _by_element(optimizer: GradientTransformation, name: str, shape: tuple[int, ...]) -> bool:
+    """Return True if each element is updated by itself, whatever number of them there is."""
+    step, arguments = _step(optimizer, {name: shape})
+    if not by_element(step, *arguments, shape=shape):
+        return False
 
-    def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-        return bool(np.abs(a - b).max(initial=0.0) > _ROUNDING * np.abs(a).max(initial=0.0))
+    def text(of_shape: tuple[int, ...]) -> str:
+        shown = ", ".join(map(str, of_shape))
+        computed = _computed(optimizer, {name: of_shape}, [name]).text
+        return computed.replace(shown, "shape").replace(shown.replace(" ", ""), "shape")
 
-    pairs = [(np.asarray(a[name]), np.asarray(b[name])) for name in names for a, b in zip(want, have, strict=True)]
-    return not any(differ(a, b) for a, b in pairs)
+    return text(shape) == text(_large(len(shape), rows=384))  # a mean divides by a constant, the number of elements
 
 
-class _Trial:
-    """Trial of an optimizer on probes: updates at two scales of gradients, each the first that is not all zero."""
+def _who(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the names of the transformations of a chain that look at all parameters together."""
 
-    def __init__(self, optimizer: GradientTransformation):
-        self._optimizer = optimizer
-        self._steps: list[int] = []
-        """Steps of the first probes at each scale; later ones take as many."""
-        self._step = jax.jit(self._stepped)
-
-    def _stepped(self, state: Any, params: Any, grads: Any) -> tuple[Any, Any]:
-        return updated(self._optimizer, grads, state, params, jnp.float32(1.0))
-
-    def updates(self, params: Arrays, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
-        """The updates of `params` by gradients along each of the directions, at a scale of its own.
-
-        Raises ``UserError`` where all of them are zero for too long.
-        """
-        given: Any = dict(params)
+    def looks_at_all(link: GradientTransformation) -> bool:
         try:
-            return self._updates(given, directions)
-        except UserError:
-            raise
-        except _OF_MASKS as error:
-            raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
+            return not _by_parameter(link, tuple(shapes.items()))
+        except Exception:  # a link that a chain's others feed, as with a value
+            return False
 
-    def _updates(self, given: Any, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
-        state, results, known = self._optimizer.init(given), [], list(self._steps)
-        for number, (scale, direction) in enumerate(zip(_SCALES, directions, strict=False)):
-            grads: Any = {name: scale * value for name, value in direction.items()}
-            for step in range(1, _LONGEST + 1):
-                result, state = self._step(state, given, grads)
-                if step == known[number] if known else any(np.any(np.asarray(u) != 0) for u in result.values()):
-                    break
-            else:
-                accepted = f"one that changes a weight in its first {_LONGEST} steps, so that what it does can be tried"
-                raise UserError("optimizer", _name(self._optimizer), accepted)
-            if not known:
-                self._steps.append(step)
-            results.append({name: result[name] for name in given})
-        return results
+    return ", ".join(_name(link) for link in _links(optimizer) if looks_at_all(link)) or _name(optimizer)
 
 
 def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation]:

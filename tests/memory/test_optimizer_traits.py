@@ -65,10 +65,3 @@ def test_an_optimizer_that_takes_parameters_one_by_one(name):
     optimizer = (BY_PARAMETER | BY_ELEMENT)[name]
     assert check_offload(optimizer, "memory.offload = optimizer", PARAMS) == (name in BY_ELEMENT)
     check_separable(optimizer, PARAMS, ["b.kernel"])
-
-
-def test_an_optimizer_whose_updates_cannot_be_seen():
-    with pytest.raises(UserError, match="its first 256 steps"):
-        check_offload(clipped(optax.adamw(late(1000))), "memory.offload = optimizer", PARAMS)
-    with pytest.raises(UserError, match="its first 256 steps"):
-        check_separable(clipped(optax.adamw(late(1000))), PARAMS, ["b.kernel"])
