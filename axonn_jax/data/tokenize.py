@@ -29,6 +29,8 @@ EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_KEPT = ("added_tokens", "decoder", "pre_tokenizer")
+"""Keys of a file that are looked at here; all else, most of its memory, is freed before the library reads its text."""
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
 
@@ -75,7 +77,8 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     try:
         raw = read_json(file, MAX_TOKENIZER, inside=root_of(file.parent))
         settings = tokenizer_settings(file.parent, field) if file.name == TOKENIZER else {}
-        tokenizer = _sound(raw, settings)
+        text, raw = json.dumps(raw), {key: raw.get(key) for key in _KEPT} if isinstance(raw, dict) else {}
+        tokenizer = _sound(text, raw, settings)
     except OSError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
     except ValueError as error:
@@ -95,10 +98,13 @@ def _is_ours(tokenizer: Any) -> bool:
     return bool(own == given)
 
 
-def _sound(raw: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the tokenizer of a file's content and of the files beside it; raises ``ValueError``."""
+def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a file's text, with its parts of `_KEPT`, and of the files beside it.
+
+    Raises ``ValueError``.
+    """
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(raw))
+        tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _split_as_class(tokenizer, raw, settings)
@@ -115,7 +121,7 @@ def _sound(raw: Any, settings: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _split_as_class(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Put spaces before texts as transformers does for Llama's classes, which ignore tokenizer.json in that."""
     own = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
     if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in own:
@@ -128,7 +134,7 @@ def _of_llama(settings: Mapping[str, Any]) -> bool:
     return str(settings.get("tokenizer_class")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer")
 
 
-def _add_tokens(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Add the tokens of the settings, in the order and with the flags of transformers.
 
     Raises ``ValueError`` for a token with two numbers, or with one that the library does not give it.
