@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
-from axonn_jax.adapters.config import StoredLora, layers_of, stored_in
+from axonn_jax.adapters.config import LORA, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import added
-from axonn_jax.checkpoint.manifest import MANIFEST
-from axonn_jax.checkpoint.restore import Checkpoint, load_weights, named_checkpoint
+from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
+from axonn_jax.checkpoint.restore import Checkpoint, check_stored, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
@@ -23,12 +23,24 @@ from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import is_pretrained
 from axonn_jax.models.huggingface.reader import Pretrained
 
+_B = ".adapter.b"
+"""End of the names of arrays whose first dim is the rank."""
+
 
 def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
-    """Return the facts of a checkpoint's adapters; None of a whole model's. Raises ``UserError`` for damaged ones."""
+    """Return the facts of a checkpoint's adapters; None of a whole model's.
+
+    Raises ``UserError`` for damaged ones, and for a rank that is not the arrays', of which headers alone are read.
+    """
     try:
-        return stored_in(checkpoint.manifest.run)
-    except ValueError as error:
+        stored = stored_in(checkpoint.manifest.run)
+        arrays = {name: array.shape for name, array in checkpoint.manifest.arrays.items() if name.endswith(_B)}
+        for name, shape in arrays.items() if stored else ():
+            if shape[:1] != (stored.rank,):
+                raise ValueError(f"{LORA}.rank = {stored.rank}, but {name} is {shape}")
+        check_stored(checkpoint, arrays)
+        return stored
+    except (ValueError, CorruptCheckpoint) as error:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
 
 

@@ -207,7 +207,8 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
         raise UserError("config.mlp_only_layers", dense, "a list of layers, counted from 0")
     if not dense:
         return step, step - 1
-    routed = [layer for layer in range(step - 1, layers, step) if layer not in set(dense)]
+    without = set(dense)  # a file may list millions
+    routed = [layer for layer in range(step - 1, layers, step) if layer not in without]
     if routed:
         every, first = routed[1] - routed[0] if len(routed) > 1 else layers, routed[0]
         if routed == list(range(first, layers, every)):
