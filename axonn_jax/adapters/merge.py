@@ -33,9 +33,10 @@ def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
     Raises ``UserError`` for damaged ones, and for a rank that is not the arrays', of which headers alone are read.
     """
     try:
-        stored = stored_in(checkpoint.manifest.run)
+        if (stored := stored_in(checkpoint.manifest.run)) is None:
+            return None
         arrays = {name: array.shape for name, array in checkpoint.manifest.arrays.items() if name.endswith(_B)}
-        for name, shape in arrays.items() if stored else ():
+        for name, shape in arrays.items():
             if shape[:1] != (stored.rank,):
                 raise ValueError(f"{LORA}.rank = {stored.rank}, but {name} is {shape}")
         check_stored(checkpoint, arrays)

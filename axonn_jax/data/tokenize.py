@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,11 @@ def load(file: str | Path, field: str = "data.path") -> Any:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
     except ValueError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; this one is damaged ({error})") from None
-    tokenizer.encode_special_tokens = _is_ours(tokenizer)
+    tokenizer.encode_special_tokens = has_our_settings(tokenizer)
     return tokenizer
 
 
-def _is_ours(tokenizer: Any) -> bool:
+def has_our_settings(tokenizer: Any) -> bool:
     """Return True if all settings of a tokenizer are those of ``train``; vocabulary and merges may differ."""
     if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
         return False
@@ -234,6 +235,15 @@ def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
         yield vocab[EOT]
 
 
+def check_files(folder: Path, field: str) -> None:
+    """Raise ``UserError`` where the tokenizer of a model's directory, or a file that names its end, is damaged.
+
+    Files that are carried byte for byte are read before: else generation would find the damage, behind the training.
+    """
+    tokenizer = load(folder / TOKENIZER, field) if os.path.lexists(folder / TOKENIZER) else None
+    ends_of(folder, tokenizer, field)
+
+
 def begin_of(tokenizer: Any) -> list[int]:
     """Return the ids put before a text by a tokenizer's post-processor, often one or none."""
     ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
@@ -277,24 +287,6 @@ def alike(base: Path, prepared: Path, field: str) -> bool:
 
 def _tokens(folder: Path) -> Any:
     return load(folder / TOKENIZER).get_vocab(with_added_tokens=True)
-
-
-def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
-    """Return a prompt's tokens, with the post-processor's if `special`.
-
-    With a tokenizer trained by `prepare`, an empty prompt is the end of the document before. Raises ``UserError`` for a
-    prompt without tokens, or other than text.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
-        raise UserError("--prompt", prompt, "a text in UTF-8") from None
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
-    if not ids and _is_ours(tokenizer):
-        return [EOT_ID]
-    if not ids:
-        raise UserError("--prompt", prompt, "a text of at least one token")
-    return ids
 
 
 def _byte_level(model: Any) -> Any:
