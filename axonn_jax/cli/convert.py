@@ -128,9 +128,9 @@ def _opened(source: Path, field: str = "SOURCE") -> Conversion:
     from axonn_jax.models.huggingface.reader import Pretrained
 
     pretrained = Pretrained(source, field)
+    small, to_run = dict(small_files(source, field)), not (source / _CONFIG).exists()
     check_files(source, field)
-    to_run = not (source / _CONFIG).exists()
-    return Conversion(pretrained.shape, pretrained, dict(small_files(source, field)), to_run)
+    return Conversion(pretrained.shape, pretrained, small, to_run)
 
 
 def _opened_run(source: Path, field: str) -> Conversion:
@@ -149,8 +149,8 @@ def _opened_run(source: Path, field: str) -> Conversion:
     weights = StoredParameters(checkpoint, shape, field)
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, field)
-        check_files(folder / FOLDER, field)
         small = {**dict(small_files(folder / FOLDER, field)), **_trained_template(folder, field)}
+        check_files(folder / FOLDER, field)
         return Conversion(shape, weights, small, False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
 

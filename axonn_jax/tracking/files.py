@@ -272,6 +272,6 @@ def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in reversed(records):  # an evaluation's record of a step has other values than the step's
         names = later.setdefault(record["step"], {"step"})
         if not record.keys() <= names:
-            names |= record.keys()
+            names.update(record)
             kept.append(record)
     return kept[::-1]
