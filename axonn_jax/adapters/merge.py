@@ -15,6 +15,7 @@ from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
 from axonn_jax.adapters.config import LORA, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import added
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
+from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import Checkpoint, check_stored, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
@@ -22,9 +23,6 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import is_pretrained
 from axonn_jax.models.huggingface.reader import Pretrained
-
-_B = ".adapter.b"
-"""End of the names of arrays whose first dim is the rank."""
 
 
 def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
@@ -35,11 +33,12 @@ def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
     try:
         if (stored := stored_in(checkpoint.manifest.run)) is None:
             return None
-        arrays = {name: array.shape for name, array in checkpoint.manifest.arrays.items() if name.endswith(_B)}
-        for name, shape in arrays.items():
-            if shape[:1] != (stored.rank,):
+        arrays = checkpoint.manifest.arrays
+        names = [name for name in arrays if name.startswith(PARAMS) and name.endswith(".adapter.b")]
+        for name in names:
+            if (shape := arrays[name].shape)[:1] != (stored.rank,):
                 raise ValueError(f"{LORA}.rank = {stored.rank}, but {name} is {shape}")
-        check_stored(checkpoint, arrays)
+        check_stored(checkpoint, names)
         return stored
     except (ValueError, CorruptCheckpoint) as error:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None

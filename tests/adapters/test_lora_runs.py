@@ -264,7 +264,7 @@ def test_a_rank_of_millions_in_a_manifest_is_one_line(begun, arrays):
                 stored["shape"][name.endswith(".a")] = 3000000 * (1 + 2 * name.endswith("qkv.adapter.a"))
 
     line = begun("run", lambda run: forge(run / "checkpoints" / "step_00000002", change))
-    says = "adapter.b is (4, 96), not (3000000, 96) as in manifest.json" if arrays else "lora.rank = 3000000, but "
+    says = "adapter.b is (4, 48), not (3000000, 48) as in manifest.json" if arrays else "lora.rank = 3000000, but "
     assert "checkpoint.adapter = " in line
     assert says in line
 
