@@ -49,7 +49,7 @@ class JsonLines:
     def start(self, run: RunFacts) -> None:
         """Open the file, behind the step that the run goes on after."""
         self._path = path = run.directory / self._name
-        if os.path.lexists(path) and run.resumed:
+        if run.resumed:
             self._go_on_after(run.resumed)
         elif os.path.lexists(path):
             path.rename(_free_name(path))
@@ -59,18 +59,21 @@ class JsonLines:
     def _go_on_after(self, step: int) -> None:
         path = self._path
         try:
-            records, damage = _read(path)
+            records, damage = _read(path) if os.path.lexists(path) else ([], "")
         except (OSError, ValueError) as error:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
         rewritten = path.with_name(f".{path.name}.part")
         self.known = frozenset(key for record in records if record["step"] == step for key in record)
-        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
         rewritten.write_text("".join(kept), encoding="utf-8")
         if damage:
             aside = _free_name(path)
             path.rename(aside)
             self._warn(f"warning: {path} is damaged and kept as {aside.name}; {damage}")
+        elif not kept and self._name == METRICS:
+            what = "has no record" if os.path.lexists(path) else "is missing: there is no record"
+            self._warn(f"note: {path} {what} up to step {step}; the lowest held-out loss counts from here on")
         rewritten.replace(path)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -274,7 +277,8 @@ class _Record:
 def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the readable records of a log, and a description of the other lines, empty if there are none.
 
-    A last line cut off in the middle is no fault: a killed process may leave one.
+    A last line cut off in the middle is no fault: a killed process may leave one. Of the metrics of a step that are
+    there twice the last count; samples of a step are several.
     """
     records, unread, first = [], 0, ""
     for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
@@ -287,4 +291,18 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
             cut_off = line.startswith(b"{") and not line.endswith(b"\n")
             if line.strip() and not cut_off:
                 unread, first = unread + 1, first or f"line {number}: {error}"
-    return records, f"lines left out: {unread}, the first {first}" if unread else ""
+    once = _once(records) if path.name == METRICS else records
+    faults = [f"lines left out: {unread}, the first {first}"] if unread else []
+    faults += [f"records of steps that are there again: {len(records) - len(once)}"] if len(once) < len(records) else []
+    return once, "; ".join(faults)
+
+
+def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records but those of whose step and values there are later ones."""
+    later, kept = dict[int, set[str]](), list[dict[str, Any]]()
+    for record in reversed(records):  # an evaluation's record of a step has other values than the step's
+        names = later.setdefault(record["step"], {"step"})
+        if not record.keys() <= names:
+            names.update(record)
+            kept.append(record)
+    return kept[::-1]
