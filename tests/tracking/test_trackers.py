@@ -18,7 +18,8 @@ from axonn_jax.checkpoint.orbax import OrbaxWriter
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import say
-from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, read_metrics, started
+from axonn_jax.tracking.files import FACTS, TensorBoard, started
+from axonn_jax.tracking.records import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, tracker_class
 
 
