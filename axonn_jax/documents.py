@@ -16,7 +16,7 @@ import socket
 import stat
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Never
@@ -26,6 +26,9 @@ from axonn_jax.errors import UserError
 _TOML_LINE, _TOML_POINTS = 10_000, 250
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
+_OF_CONTAINER, _OF_VALUE = 200, 70  # bytes that Python takes for a list or an object of one entry, and for a text
+_MOST_PARSED = 1 << 30  # of them: a tokenizer of a million tokens and two million merges takes 0.8 of it
+_PIECE = 1 << 20
 _HOLDER_BYTES = 200  # bytes read of a lock holder's text
 _SIGHT_S = 10
 TOML_BYTES = 1_000_000
@@ -131,8 +134,14 @@ def check_pointer(raw: bytes) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers or deep nesting."""
+    """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers, deep nesting or more than memory is for.
+
+    A megabyte of empty lists takes sixty once it is read, so their number is looked at first.
+    """
     check_pointer(raw)
+    if _parsed_bytes([raw]) > _MOST_PARSED and (size := _parsed_bytes(_without_texts(raw))) > _MOST_PARSED:
+        most = f"{_MOST_PARSED / 1e9:.1f} GB, which are the most"
+        raise ValueError(f"lists and objects that take about {size / 1e9:.1f} GB once they are read, more than {most}")
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
     try:
@@ -158,6 +167,23 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _parsed_bytes(pieces: Iterable[bytes]) -> int:
+    """Bytes that JSON takes once it is read, beside those of its texts, by its brackets and commas."""
+    counts = ((piece.count(b"[") + piece.count(b"{"), piece.count(b",")) for piece in pieces)
+    return sum(_OF_CONTAINER * containers + _OF_VALUE * commas for containers, commas in counts)
+
+
+def _without_texts(raw: bytes) -> Iterator[bytes]:
+    """Yield JSON in pieces without what is between its quotes, as texts of code have brackets and commas too."""
+    within, escape = False, b""
+    for at in range(0, len(raw), _PIECE):
+        piece = (escape + raw[at : at + _PIECE]).replace(rb"\\", b"")
+        escape = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(escape).replace(rb"\"", b"").split(b'"')
+        yield b"".join(parts[within::2])
+        within ^= len(parts) % 2 == 0
 
 
 def _finite(text: str) -> float:

@@ -132,7 +132,7 @@ def mlp_inputs(kind: Mlp) -> int:
     return 2 if kind in ("swiglu", "geglu") else 1
 
 
-_BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
+_BYTES = {"": 1, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
 
 
 def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tuple[Fraction, Fraction]:
@@ -148,8 +148,14 @@ def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tup
 
 
 def amount_of_bytes(name: str, text: str, accepted: str) -> int:
-    """Return the bytes of a text such as 36GB or 32GiB; a number alone is GB. Raises ``UserError`` for others."""
-    return int(amount(name, text, _BYTES, accepted)[0])
+    """Return the bytes of a text such as 36GB or 32GiB, or 0.
+
+    Raises ``UserError`` for others, as for 36: some would mean bytes, and some GB.
+    """
+    given, rounded = amount(name, text, _BYTES, accepted)
+    if given and not rounded:
+        raise UserError(name, text, f"{accepted}; a number needs its unit")
+    return int(given)
 
 
 _NOUNS: Mapping[Any, str] = {

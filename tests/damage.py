@@ -1,5 +1,6 @@
 """What a test does to files before it reads them: JSON changed, links and pipes in their places, bytes flipped."""
 
+import hashlib
 import json
 import os
 
@@ -9,6 +10,20 @@ def edit_json(path, change):
     raw = json.loads(path.read_text())
     change(raw)
     path.write_text(json.dumps(raw))
+
+
+def render(value):
+    """A manifest as a save writes it."""
+    return json.dumps(value, sort_keys=True, indent=1) + "\n"
+
+
+def forge(checkpoint, change):
+    """Changes a checkpoint's manifest in place, or gives it a new content, and recomputes the checksum."""
+    file = checkpoint / "manifest.json"
+    content = json.loads(file.read_text())["content"]
+    made = change(content)
+    content = content if made is None else made
+    file.write_text(render({"content": content, "sha256": hashlib.sha256(render(content).encode()).hexdigest()}))
 
 
 def flip(path, at):

@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
-from axonn_jax.adapters.config import StoredLora, layers_of, stored_in
+from axonn_jax.adapters.config import LORA, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import added
-from axonn_jax.checkpoint.manifest import MANIFEST
-from axonn_jax.checkpoint.restore import Checkpoint, load_weights, named_checkpoint
+from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
+from axonn_jax.checkpoint.naming import PARAMS
+from axonn_jax.checkpoint.restore import Checkpoint, check_stored, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
@@ -25,10 +26,21 @@ from axonn_jax.models.huggingface.reader import Pretrained
 
 
 def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
-    """Return the facts of a checkpoint's adapters; None of a whole model's. Raises ``UserError`` for damaged ones."""
+    """Return the facts of a checkpoint's adapters; None of a whole model's.
+
+    Raises ``UserError`` for damaged ones, and for a rank that is not the arrays', of which headers alone are read.
+    """
     try:
-        return stored_in(checkpoint.manifest.run)
-    except ValueError as error:
+        if (stored := stored_in(checkpoint.manifest.run)) is None:
+            return None
+        arrays = checkpoint.manifest.arrays
+        names = [name for name in arrays if name.startswith(PARAMS) and name.endswith(".adapter.b")]
+        for name in names:
+            if (shape := arrays[name].shape)[:1] != (stored.rank,):
+                raise ValueError(f"{LORA}.rank = {stored.rank}, but {name} is {shape}")
+        check_stored(checkpoint, names)
+        return stored
+    except (ValueError, CorruptCheckpoint) as error:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
 
 

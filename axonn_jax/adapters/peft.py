@@ -92,28 +92,17 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
 
 
 def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapter:
-    """Return a stored adapter of a model of these sizes.
+    """Return a stored adapter of a model of these sizes; raises ``UserError`` as `checked_files` does."""
+    config, base, files = checked_files(directory, shape, field)
+    arrays = dict[str, NDArray[Any]]()
 
-    Raises ``UserError`` for settings that are not applied here, and for a tensor that is missing, unexpected or of
-    another size.
-    """
-    config, base = read_config(directory, field)
-    check_shape(shape, config)
-    files = TensorFiles(directory, field, TENSORS)
-    left, arrays = set(files.tensors), dict[str, NDArray[Any]]()
-
-    def read_whole(name: str, size: tuple[int, ...]) -> NDArray[Any]:
-        if name not in files.tensors:
-            raise UserError(f"{field}: tensor {name}", None, f"an array of shape {size}")
-        if (stored := files.tensors[name].shape) != size:
-            raise UserError(f"{field}: shape of {name}", stored, f"{size}, for an adapter of this base")
-        left.discard(name)
-        return files.read(name, tuple((0, length) for length in size)).astype(np.float32)
+    def read_whole(name: str) -> NDArray[Any]:
+        return files.read(name, tuple((0, length) for length in files.tensors[name].shape)).astype(np.float32)
 
     for layer, _, theirs, columns in _targets(shape, config):
         a, b = layer.arrays
-        first = read_whole(f"{_PREFIX}{theirs}.lora_A.weight", (config.rank, layer.a[0]))
-        second = {theirs: read_whole(f"{_PREFIX}{theirs}.lora_B.weight", columns.theirs[theirs])}
+        first = read_whole(f"{_PREFIX}{theirs}.lora_A.weight")
+        second = {theirs: read_whole(f"{_PREFIX}{theirs}.lora_B.weight")}
         arrays[a] = np.concatenate([*([arrays[a]] if a in arrays else []), first.T], 1)
         bounds = tuple((0, size) for size in columns.size)
         zero = np.zeros(1, np.float32)
@@ -123,9 +112,30 @@ def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapte
             return held[name][tuple(slice(*ends) for ends in bounds)] if name in held else np.zeros(shape, np.float32)
 
         arrays[b] = arrays.get(b, zero) + columns.read(bounds, read, np.dtype(np.float32))
+    return StoredAdapter(config, arrays, base)
+
+
+def checked_files(directory: Path, shape: ModelShape, field: str) -> tuple[LoraConfig, str, TensorFiles]:
+    """Return settings, base and files of a stored adapter, of which headers alone are read.
+
+    Raises ``UserError`` for settings that are not applied here, and for a tensor that is missing, unexpected or of
+    another size than the settings and a model of these sizes say.
+    """
+    config, base = read_config(directory, field)
+    check_shape(shape, config)
+    files = TensorFiles(directory, field, TENSORS)
+    left = set(files.tensors)
+    for layer, _, theirs, columns in _targets(shape, config):
+        for end, size in (("A", (config.rank, layer.a[0])), ("B", columns.theirs[theirs])):
+            name = f"{_PREFIX}{theirs}.lora_{end}.weight"
+            if name not in files.tensors:
+                raise UserError(f"{field}: tensor {name}", None, f"an array of shape {size}")
+            if (stored := files.tensors[name].shape) != size:
+                raise UserError(f"{field}: shape of {name}", stored, f"{size}, for an adapter of this base")
+            left.discard(name)
     if left:
         raise UserError(f"{field}: tensor {min(left)}", "not applied", "only those of the adapters of target_modules")
-    return StoredAdapter(config, arrays, base)
+    return config, base, files
 
 
 def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> None:

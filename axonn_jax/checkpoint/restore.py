@@ -1,6 +1,6 @@
 """Restoring: finds a valid checkpoint and reads it into any grid's layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from axonn_jax.checkpoint.manifest import (
     step_of,
 )
 from axonn_jax.checkpoint.naming import AVERAGE, MASKS, PARAMS, SCALE, State
-from axonn_jax.checkpoint.orbax import read_shard, reason
+from axonn_jax.checkpoint.orbax import read_shard, reason, stored_array
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.models.config import ModelShape
@@ -102,6 +102,7 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
     Collective over the jax world, with the same names. Raises ``CorruptCheckpoint`` where reading fails.
     """
+    check_stored(checkpoint, wanted)
     loaded: State = {}
     for part in sorted({checkpoint.manifest.arrays[name].part for name in wanted}):
         names = {name: want for name, want in wanted.items() if checkpoint.manifest.arrays[name].part == part}
@@ -110,6 +111,22 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
         except Exception as error:
             raise CorruptCheckpoint(f"{part}: {reason(error)}") from None
     return {name: loaded[name] for name in wanted}
+
+
+def check_stored(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise ``CorruptCheckpoint`` where an array's own header has other sizes than the manifest.
+
+    Headers alone are read. Of a larger array the rest is padding; a smaller one would be filled up with zeros, of
+    whatever size the manifest says.
+    """
+    for name in names:
+        array = checkpoint.manifest.arrays[name]
+        try:
+            stored = stored_array(checkpoint.path / array.part, name, 0).shape
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{array.part}: {reason(error)}") from None
+        if len(stored) != len(array.shape) or any(here < size for here, size in zip(stored, array.shape, strict=True)):
+            raise CorruptCheckpoint(f"{array.part}: {name} is {tuple(stored)}, not {array.shape} as in {MANIFEST}")
 
 
 def load_alone(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:

@@ -124,17 +124,20 @@ def _opened(source: Path, field: str = "SOURCE") -> Conversion:
 
     if not is_pretrained(source):
         return _opened_run(source, field)
+    from axonn_jax.data.tokenize import check_files
     from axonn_jax.models.huggingface.reader import Pretrained
 
     pretrained = Pretrained(source, field)
-    to_run = not (source / _CONFIG).exists()
-    return Conversion(pretrained.shape, pretrained, dict(small_files(source, field)), to_run)
+    small, to_run = dict(small_files(source, field)), not (source / _CONFIG).exists()
+    check_files(source, field)
+    return Conversion(pretrained.shape, pretrained, small, to_run)
 
 
 def _opened_run(source: Path, field: str) -> Conversion:
     from axonn_jax.adapters.merge import adapters_in
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
+    from axonn_jax.data.tokenize import check_files
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
@@ -147,6 +150,7 @@ def _opened_run(source: Path, field: str) -> Conversion:
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, field)
         small = {**dict(small_files(folder / FOLDER, field)), **_trained_template(folder, field)}
+        check_files(folder / FOLDER, field)
         return Conversion(shape, weights, small, False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
 

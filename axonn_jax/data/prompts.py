@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axonn_jax.data.manifest import MAX_VOCAB
-from axonn_jax.data.tokenize import prompt_ids
+from axonn_jax.data.tokenize import EOT_ID, has_our_settings
 from axonn_jax.documents import parse_json, read_bytes
 from axonn_jax.errors import UserError, refused
 from axonn_jax.models.config import ModelShape
@@ -31,6 +31,24 @@ def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dic
             raise UserError(field, file_line(path, number), accepted)
         prompts[number] = entry
     return prompts
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
+    """Return a prompt's tokens, with the post-processor's if `special`.
+
+    With a tokenizer trained by `prepare`, an empty prompt is the end of the document before. Raises ``UserError`` for a
+    prompt without tokens, or other than text.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
+        raise UserError("--prompt", prompt, "a text in UTF-8") from None
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
+    if not ids and has_our_settings(tokenizer):
+        return [EOT_ID]
+    if not ids:
+        raise UserError("--prompt", prompt, "a text of at least one token")
+    return ids
 
 
 def ids_within(

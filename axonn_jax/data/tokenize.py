@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_KEPT = ("added_tokens", "decoder", "pre_tokenizer")
+"""Keys of a file that are looked at here; all else, most of its memory, is freed before the library reads its text."""
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
 
@@ -75,16 +78,17 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     try:
         raw = read_json(file, MAX_TOKENIZER, inside=root_of(file.parent))
         settings = tokenizer_settings(file.parent, field) if file.name == TOKENIZER else {}
-        tokenizer = _sound(raw, settings)
+        text, raw = json.dumps(raw), {key: raw.get(key) for key in _KEPT} if isinstance(raw, dict) else {}
+        tokenizer = _sound(text, raw, settings)
     except OSError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
     except ValueError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; this one is damaged ({error})") from None
-    tokenizer.encode_special_tokens = _is_ours(tokenizer)
+    tokenizer.encode_special_tokens = has_our_settings(tokenizer)
     return tokenizer
 
 
-def _is_ours(tokenizer: Any) -> bool:
+def has_our_settings(tokenizer: Any) -> bool:
     """Return True if all settings of a tokenizer are those of ``train``; vocabulary and merges may differ."""
     if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
         return False
@@ -95,10 +99,13 @@ def _is_ours(tokenizer: Any) -> bool:
     return bool(own == given)
 
 
-def _sound(raw: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the tokenizer of a file's content and of the files beside it; raises ``ValueError``."""
+def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a file's text, with its parts of `_KEPT`, and of the files beside it.
+
+    Raises ``ValueError``.
+    """
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(raw))
+        tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _split_as_class(tokenizer, raw, settings)
@@ -115,7 +122,7 @@ def _sound(raw: Any, settings: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _split_as_class(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Put spaces before texts as transformers does for Llama's classes, which ignore tokenizer.json in that."""
     own = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
     if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in own:
@@ -128,7 +135,7 @@ def _of_llama(settings: Mapping[str, Any]) -> bool:
     return str(settings.get("tokenizer_class")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer")
 
 
-def _add_tokens(tokenizer: Any, raw: Any, settings: Mapping[str, Any]) -> None:
+def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Add the tokens of the settings, in the order and with the flags of transformers.
 
     Raises ``ValueError`` for a token with two numbers, or with one that the library does not give it.
@@ -228,6 +235,15 @@ def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
         yield vocab[EOT]
 
 
+def check_files(folder: Path, field: str) -> None:
+    """Raise ``UserError`` where the tokenizer of a model's directory, or a file that names its end, is damaged.
+
+    Files that are carried byte for byte are read before: else generation would find the damage, behind the training.
+    """
+    tokenizer = load(folder / TOKENIZER, field) if os.path.lexists(folder / TOKENIZER) else None
+    ends_of(folder, tokenizer, field)
+
+
 def begin_of(tokenizer: Any) -> list[int]:
     """Return the ids put before a text by a tokenizer's post-processor, often one or none."""
     ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
@@ -271,24 +287,6 @@ def alike(base: Path, prepared: Path, field: str) -> bool:
 
 def _tokens(folder: Path) -> Any:
     return load(folder / TOKENIZER).get_vocab(with_added_tokens=True)
-
-
-def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
-    """Return a prompt's tokens, with the post-processor's if `special`.
-
-    With a tokenizer trained by `prepare`, an empty prompt is the end of the document before. Raises ``UserError`` for a
-    prompt without tokens, or other than text.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
-        raise UserError("--prompt", prompt, "a text in UTF-8") from None
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
-    if not ids and _is_ours(tokenizer):
-        return [EOT_ID]
-    if not ids:
-        raise UserError("--prompt", prompt, "a text of at least one token")
-    return ids
 
 
 def _byte_level(model: Any) -> Any:

@@ -18,6 +18,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.documents import replace_whole
+from axonn_jax.errors import UserError
 from axonn_jax.memory.host_arrays import HOST, has_host_memory
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.precision import Precisions
@@ -112,6 +113,14 @@ def unused(mesh: Mesh, processes: int) -> int:
     except OSError:
         line = None
     return 0 if line is None else int(line[1]) * 1024 // (processes * jax.local_device_count())
+
+
+def check_resident(wanted: int | None) -> None:
+    """Raise ``UserError`` for a larger `memory.resident` than a device of this process has, where that is known."""
+    most = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    if wanted is not None and 0 < most < wanted:
+        accepted = f"at most {most / 1e9:.4g}GB, which a device has for arrays"
+        raise UserError("memory.resident", f"{wanted / 1e9:.4g}GB", accepted)
 
 
 def room(mesh: Mesh) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import alone, describe_alone, halves
 from axonn_jax.ops.costs import forward_flops, parameters
@@ -22,6 +23,13 @@ class Segment:
     """Prefix of the parameters' names in a numbered layer, such as `blocks.3`; empty outside of one."""
     alike: str = ""
     """Segments of which this is equal differ in nothing but the values of their parameters; empty: like no other."""
+
+
+def check_repeats(layers: int, period: int) -> None:
+    """Raise ``UserError`` where so many layers are fewer than two of a kind, or end between two kinds."""
+    if layers % period or layers < 2 * period:
+        multiple = f", a multiple of {period}, after which kinds of layers repeat" if period > 1 else ""
+        raise UserError("model.layers", layers, f"to scan layers, at least {2 * period}{multiple}")
 
 
 def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.backend.repairs import after
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
+from axonn_jax.models.segments import check_repeats
 from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 Carry = TypeVar("Carry")
@@ -139,9 +140,7 @@ def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
         raise UserError("model", type(model).__name__, "to scan layers, a Transformer, whose layers are alike")
     parts = shapes_of(split)
     layers: Sequence[nnx.Module] = getattr(model, where)
-    if len(layers) % period or len(layers) < 2 * period:
-        multiple = f", a multiple of {period}, after which kinds of layers repeat" if period > 1 else ""
-        raise UserError("model.layers", len(layers), f"to scan layers, at least {2 * period}{multiple}")
+    check_repeats(len(layers), period)
     merged: Any = parts.merge(parts.params)
     setattr(merged, where, Stacked(list(getattr(merged, where)[:period]), len(layers) // period))
     stacked = split_module(merged)

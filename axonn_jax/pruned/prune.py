@@ -83,21 +83,32 @@ class Pruner:
 
 def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, jax.Array]:
     try:
-        with zipfile.ZipFile(path), np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        with zipfile.ZipFile(path) as zipped, np.load(path) as file:
+            forms = {name: _form(zipped, name) for name in file.files}
+            for name, weight in weights.items():
+                form = forms.get(name)
+                what = "missing" if form is None else f"{form[1]} {form[0]}"
+                if form is None or form[1] != np.bool_ or form[0] != weight.shape:
+                    accepted = f"a file with bool {weight.shape} for {name}, which is {what}"
+                    raise UserError("prune.mask_file", str(path), accepted)
+            if extra := sorted(forms.keys() - weights.keys() - set(elsewhere)):
+                accepted = f"a file of the pruned parameters alone; {extra[0]} is not one"
+                raise UserError("prune.mask_file", str(path), accepted)
+            return {name: _placed(file[name], weight.sharding) for name, weight in weights.items()}
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         accepted = f"an .npz file of arrays of booleans by parameter; {error}"
         raise UserError("prune.mask_file", str(path), accepted) from None
-    for name, weight in weights.items():
-        mask = arrays.get(name)
-        what = "missing" if mask is None else f"{mask.dtype} {mask.shape}"
-        if mask is None or mask.dtype != np.bool_ or mask.shape != weight.shape:
-            raise UserError(
-                "prune.mask_file", str(path), f"a file with bool {weight.shape} for {name}, which is {what}"
-            )
-    if extra := sorted(arrays.keys() - weights.keys() - set(elsewhere)):
-        raise UserError("prune.mask_file", str(path), f"a file of the pruned parameters alone; {extra[0]} is not one")
-    return {name: _placed(arrays[name], weights[name].sharding) for name in weights}
+
+
+def _form(zipped: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array by its header, before as much memory is taken as it says."""
+    with zipped.open(name if name in zipped.namelist() else f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(member)
+    return shape, dtype
 
 
 def _placed(array: np.ndarray, sharding: Any) -> jax.Array:

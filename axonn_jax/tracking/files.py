@@ -1,7 +1,6 @@
-"""Trackers that write files of a run directory, metrics.jsonl and TensorBoard's events; facts of a run that goes on."""
+"""Trackers of a run, started or gone on with: TensorBoard's events, and what each was told of."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -13,96 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from axonn_jax.documents import parse_json, read_bytes, read_json, replace_whole
+from axonn_jax.documents import read_json, replace_whole
 from axonn_jax.errors import UserError, integer, refused, status_of, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 from axonn_jax.terminal import say
+from axonn_jax.tracking.records import METRICS, SAMPLES, JsonLines, free_name, read_records
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FACTS = "tracked.json"
 """File of a run directory: the run's id for trackers, and the last step that each was told of, by name of a value."""
-_MOST_WAITING = 2**26  # bytes of lines kept for a disk that has no room: those of some 200,000 steps
-_MOST = 2**31  # bytes read of a log: that of ten million steps
-
-
-class JsonLines:
-    """Tracker that writes one JSON object a line, each line whole on disk at once.
-
-    A run resumed after step `RunFacts.resumed` keeps the lines up to this step; otherwise an earlier run's file in the
-    same directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
-    cannot take lines does not end the run: a line says so in the end.
-
-    Args:
-        name: The file's name.
-        warn: Printer of a line for people.
-    """
-
-    def __init__(self, name: str = METRICS, *, warn: Callable[[str], None] = lambda text: None):
-        self._name, self._warn = name, warn
-        self.known = frozenset[str]()
-        """Names of the values that are known of the step resumed."""
-        self._trouble, self._waiting, self._lost = "", b"", 0
-        """Reason for which lines were not written in time, bytes that wait for room, and lines beyond those."""
-
-    def start(self, run: RunFacts) -> None:
-        """Open the file, behind the step that the run goes on after."""
-        self._path = path = run.directory / self._name
-        if os.path.lexists(path) and run.resumed:
-            self._go_on_after(run.resumed)
-        elif os.path.lexists(path):
-            path.rename(_free_name(path))
-        # Without a buffer of Python's: one that is full forgets what a full disk does not take.
-        self._file = path.open("ab", buffering=0)
-
-    def _go_on_after(self, step: int) -> None:
-        path = self._path
-        try:
-            records, damage = _read(path)
-        except (OSError, ValueError) as error:
-            records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
-        rewritten = path.with_name(f".{path.name}.part")
-        self.known = frozenset(key for record in records if record["step"] == step for key in record)
-        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
-        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
-        rewritten.write_text("".join(kept), encoding="utf-8")
-        if damage:
-            aside = _free_name(path)
-            path.rename(aside)
-            self._warn(f"warning: {path} is damaged and kept as {aside.name}; {damage}")
-        rewritten.replace(path)
-
-    def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write one record of numbers and texts."""
-        if shown := {name: value for name, value in values.items() if not isinstance(value, (Path, list))}:
-            self.write({"step": step, **shown})
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        if len(self._waiting) > _MOST_WAITING:
-            self._lost += 1
-        else:
-            self._waiting += json.dumps(clean).encode() + b"\n"
-        self._write_waiting()
-
-    def finish(self, status: int = 0) -> None:
-        """Close the file, and say where lines could not be written, or not in time."""
-        self._write_waiting()
-        with contextlib.suppress(OSError):
-            self._file.close()
-        missing = self._lost + self._waiting.count(b"\n")
-        if self._trouble:
-            which = f"{missing} lines of {self._path} are missing" if missing else f"lines of {self._path} came late"
-            self._warn(f"warning: {which}: {self._trouble}")
-
-    def _write_waiting(self) -> None:
-        try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
-        except OSError as error:
-            self._trouble = self._trouble or f"{error.strerror or error}"
 
 
 class TensorBoard:
@@ -120,7 +39,7 @@ class TensorBoard:
 
         folder, resumed = run.directory / "tensorboard", run.resumed
         if not resumed and os.path.lexists(folder):
-            folder.rename(_free_name(folder))
+            folder.rename(free_name(folder))
         folder.mkdir(exist_ok=True)
         suffix = f".{resumed}" if resumed else ""  # two files of one second need two names
         self._events: Any = EventsWriter(str(folder / "events"), suffix)
@@ -177,7 +96,7 @@ def started(
             say(f"warning: {directory / FACTS} is damaged: {why}; trackers are told of a new run, with id {kept.id}")
     for name in (METRICS, SAMPLES) if resumed else ():  # before lines of steps after `resumed` are dropped
         with contextlib.suppress(OSError, ValueError):
-            for record in _read(directory / name)[0]:
+            for record in read_records(directory / name)[0]:
                 lines += [record] if name == METRICS and record["step"] <= resumed else []
                 keys = ["samples"] if name == SAMPLES else record
                 seen |= {key: max(record["step"], seen.get(key, 0)) for key in keys}
@@ -250,41 +169,3 @@ def tracked(
     asked = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
     asked += [RunTracker("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
     return started(asked, Path(directory), config, resumed, say)
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
-        number += 1
-    return candidate
-
-
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the readable records of a run directory, in order."""
-    return _read(directory / METRICS)[0]
-
-
-@dataclass
-class _Record:
-    """Fields of every record."""
-
-    step: int
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the readable records of a log, and a description of the other lines, empty if there are none.
-
-    A last line cut off in the middle is no fault: a killed process may leave one.
-    """
-    records, unread, first = [], 0, ""
-    for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
-        try:
-            record = parse_json(line)
-            if typed(_Record, record).step < 0:
-                raise ValueError(f"step = {record['step']}, which is below 0")
-            records.append(record)
-        except ValueError as error:
-            cut_off = line.startswith(b"{") and not line.endswith(b"\n")
-            if line.strip() and not cut_off:
-                unread, first = unread + 1, first or f"line {number}: {error}"
-    return records, f"lines left out: {unread}, the first {first}" if unread else ""

@@ -18,7 +18,8 @@ from axonn_jax.distributed.processes import World
 from axonn_jax.memory.report import write as write_memory
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
-from axonn_jax.tracking.files import JsonLines, started
+from axonn_jax.tracking.files import started
+from axonn_jax.tracking.records import JsonLines
 from axonn_jax.tracking.tracker import RunFacts, Trackers
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import settings_by_name
@@ -56,8 +57,7 @@ class Run:
         self.pruning = pruning_of(trainer)
         self.pruning.loaded()
         self.remembered = 1  # the step after which the memory report is written
-        self.first_position = self.train_data.position
-        self.skipped_in_row = 0
+        self.first_position, self.skipped_in_row = self.train_data.position, 0
         self.lines, self.trackers = JsonLines(warn=self.say), Trackers([], RunFacts(self.directory, ""), self.say)
         self.best, self.samples = Best(), cast(Samples | None, None)
 

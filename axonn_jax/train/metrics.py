@@ -27,7 +27,8 @@ from axonn_jax.inference.weights import grid_of_run
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tracking.files import SAMPLES, JsonLines, TensorBoard, read_metrics
+from axonn_jax.tracking.files import TensorBoard
+from axonn_jax.tracking.records import SAMPLES, JsonLines, read_metrics
 from axonn_jax.tracking.services import MlflowTracker, WandbTracker
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, own_tracker
 from axonn_jax.train.config import Config, LogConfig

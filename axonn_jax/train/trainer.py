@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import Grid
+from axonn_jax.memory.report import check_resident
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -106,6 +107,7 @@ class Trainer:
     ):
         train = TrainConfig(ema=ema, clip=clip, seed=seed)
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
+        check_resident(memory.resident_bytes)
         if ema:
             optimizer = averaging(optimizer, ema)
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):

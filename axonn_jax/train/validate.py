@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
-from axonn_jax.checkpoint.manifest import all_steps
+from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER
 from axonn_jax.documents import look_at
@@ -20,21 +20,15 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
+from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
-from axonn_jax.models.segments import Segment, transformer_segments
+from axonn_jax.models.segments import Segment, check_repeats, transformer_segments
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tracking.tracker import tracker_class
-from axonn_jax.train.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from axonn_jax.train.config import CheckpointConfig, Config, DataConfig, LogConfig, PipelineConfig
 from axonn_jax.train.config_file import read
 from axonn_jax.train.rules import Chosen, check_rules
 
@@ -75,21 +69,22 @@ def check(config: Config) -> Config:
         accepted = f"at least {used}, or data without token {used - 1}"
         raise UserError("model.vocab", shape.vocab, accepted)
     config, weights = _with_weights(config, log.dir, goes_on=goes_on)
-    if weights is not None and not goes_on and is_pretrained(weights):
-        from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
-
-        check_shape(shape, weights, "checkpoint.weights")
-        Pretrained(weights, "checkpoint.weights")
+    if weights is not None and not goes_on:
+        _check_weights(weights, shape)
     if config.train.eval_every and not data.evaluated:
         empty = " and ".join(repr(str(corpus.manifest.path)) for corpus in data.trained)
         accepted = f"0, or data with a valid split; that of {empty} is empty (`prepare --holdout 0`)"
         raise UserError("train.eval_every", config.train.eval_every, accepted)
     data.check_seq_len(shape.seq_len)
-    config = replace(config, train=_with_steps(config.train, data.rows(shape.seq_len)))
+    if config.train.epochs:
+        steps = max(1, round(config.train.epochs * data.rows(shape.seq_len) / config.train.global_batch))
+        config = replace(config, train=replace(config.train, steps=steps))
     if (traced := config.log.profiled) and traced[-1] > config.train.steps:
         raise UserError("log.profile", config.log.profile, f"at most train.steps, which is {config.train.steps}")
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
+    if config.tensor.scan_layers == "yes":
+        check_repeats(shape.layers, shape.layer_period)
     chosen = Chosen(
         config.grid, config.memory, config.tensor, config.prune, config.lora, config.moe, config.train,
         experts=shape.experts > 0,
@@ -105,7 +100,9 @@ def check(config: Config) -> Config:
         raise UserError("prune.at_step", config.prune.at_step, f"below train.steps, which is {config.train.steps}")
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
-    check_sub_batches(config)
+    if (parts := config.tensor.sub_batches) and config.rows % parts and config.grid.pipe == 1:
+        accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
+        raise UserError("tensor.sub_batches", parts, accepted)
     check_samples(config, shape)
     if config.log.tracker:  # last: the import runs a stranger's code, which a wrong configuration need not
         tracker_class(config.log.tracker)  # the run's first process makes one
@@ -130,11 +127,20 @@ def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Confi
     return replace(config, checkpoint=replace(config.checkpoint, weights=weights)), folder
 
 
-def _with_steps(train: TrainConfig, rows: int) -> TrainConfig:
-    """Return the settings with the steps that `train.epochs` asks for."""
-    if train.epochs:
-        train = replace(train, steps=max(1, round(train.epochs * rows / train.global_batch)))
-    return train
+def _check_weights(weights: Path, shape: ModelShape) -> None:
+    """Raise ``UserError`` where initial weights are not of the model, or the files kept beside them are damaged."""
+    from axonn_jax.data.tokenize import check_files
+    from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
+
+    if is_pretrained(weights):
+        check_shape(shape, weights, "checkpoint.weights")
+        Pretrained(weights, "checkpoint.weights")
+        check_files(weights, "checkpoint.weights")
+        return
+    run = weights.parent if step_of(weights) is not None else weights
+    run = run.parent if run.name == "checkpoints" else run
+    if (run / PRETRAINED).is_dir():
+        check_files(run / PRETRAINED, "checkpoint.weights")
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
@@ -142,14 +148,6 @@ def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
     wanted, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
     return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
-
-
-def check_sub_batches(config: Config) -> None:
-    """Raise ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
-    parts = config.tensor.sub_batches
-    if parts and config.rows % parts and config.grid.pipe == 1:
-        accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
-        raise UserError("tensor.sub_batches", parts, accepted)
 
 
 def check_samples(config: Config, shape: ModelShape) -> None:
@@ -211,6 +209,11 @@ def check_lora(config: Config, shape: ModelShape) -> None:
     check_adaptable(shape, config.lora)
     if not config.lora.adapts:
         return
+    if (adapter := Path(config.checkpoint.adapter)) != Path():
+        from axonn_jax.adapters.peft import checked_files, is_adapter
+
+        if is_adapter(adapter):  # those of a run: `_lora_of`
+            checked_files(adapter, shape, "checkpoint.adapter")
     weights = config.checkpoint.weights
     if not weights or not (hub_name(weights) or Path(weights).is_dir()):
         accepted = "the directory of the base, a checkpoint or a pretrained one, as lora.rank is above 0"

@@ -10,7 +10,7 @@ import numpy as np
 import pretrained
 import pytest
 from commands import answer, refusal
-from damage import edit_json
+from damage import edit_json, forge
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
@@ -234,6 +234,39 @@ def test_runs_that_cannot_be_are_one_line(root, another, capsys, name):
     assert says in next(line for line in lines if line.startswith("error: "))
     assert len(lines) == 1 or name == "another base"  # known when both are read
     assert not (root / "no" / "metrics.jsonl").exists()
+
+
+@pytest.fixture
+def begun(root, another, capsys, monkeypatch, tmp_path):
+    """The line of a run that begins with a damaged copy of an adapter and ends before it starts."""
+
+    def line(source, damage):
+        adapter = shutil.copytree(root / source, tmp_path / "damaged")
+        damage(adapter)
+        monkeypatch.setattr("axonn_jax.train.main.train", lambda *_: pytest.fail("training was started"))
+        config = ["train", str(root / "base" / "config.toml"), "--data.path", str(root / "data"), *SHORT]
+        return refusal(capsys, *config, "--log.dir", str(tmp_path / "run"), "--checkpoint.adapter", str(adapter))
+
+    return line
+
+
+def test_a_rank_of_millions_beside_small_tensors_is_one_line(begun):
+    line = begun("adapter", lambda folder: edit_json(folder / "adapter_config.json", lambda raw: raw.update(r=3000000)))
+    assert "lora_A.weight = (4, 48): (3000000, 48), for an adapter of this base" in line
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_a_rank_of_millions_in_a_manifest_is_one_line(begun, arrays):
+    def change(content):
+        content["run"]["lora"]["rank"] = 3000000
+        for name, stored in content["arrays"].items() if arrays else ():
+            if name.endswith((".adapter.a", ".adapter.b")):
+                stored["shape"][name.endswith(".a")] = 3000000 * (1 + 2 * name.endswith("qkv.adapter.a"))
+
+    line = begun("run", lambda run: forge(run / "checkpoints" / "step_00000002", change))
+    says = "adapter.b is (4, 48), not (3000000, 48) as in manifest.json" if arrays else "lora.rank = 3000000, but "
+    assert "checkpoint.adapter = " in line
+    assert says in line
 
 
 GOES_ON = {

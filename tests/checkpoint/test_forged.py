@@ -3,34 +3,26 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from damage import forge, render
 from saved import faults
 
-from axonn_jax.checkpoint.restore import newest
+from axonn_jax.checkpoint.manifest import CorruptCheckpoint
+from axonn_jax.checkpoint.restore import load, newest
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
 
 SECRET = b"a secret of thirty-one bytes...\n"
 SIZE, SHA256 = len(SECRET), hashlib.sha256(SECRET).hexdigest()
 DATA = "part_000/_METADATA"
-
-
-def render(value):
-    return json.dumps(value, sort_keys=True, indent=1) + "\n"
-
-
-def forge(checkpoint, change):
-    """Changes a manifest's content in place, or gives it a new one, and recomputes the checksum."""
-    file = checkpoint / "manifest.json"
-    content = json.loads(file.read_text())["content"]
-    made = change(content)
-    content = content if made is None else made
-    file.write_text(render({"content": content, "sha256": hashlib.sha256(render(content).encode()).hexdigest()}))
 
 
 def listing(name, size=SIZE, sha256=SHA256):
@@ -211,6 +203,16 @@ def test_a_forged_manifest_is_passed_over_for_the_checkpoint_before(case, place,
     for path in opened:
         real = os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
         assert not real.startswith(("/etc/passwd", "/dev/zero", str(place / "outside"))), path
+
+
+@pytest.mark.parametrize("shape", [[128, 64], [64, 10**12], [64], [64, 64, 64]], ids=str)
+def test_a_size_that_the_array_itself_has_not_is_no_zeros(shape, place):
+    """Files and checksums are sound; what the array lacks would be filled up with zeros, of any size."""
+    forge(place / "step_00000004", array(shape=shape))
+    checkpoint, said = newest(place, LocalSync(), pytest.fail), tuple(shape)
+    wanted = {"params.kernel": jax.ShapeDtypeStruct((128, 64), jnp.float32)}
+    with pytest.raises(CorruptCheckpoint, match=rf"kernel is \(64, 64\), not {re.escape(str(said))} as in manifest"):
+        load(checkpoint, wanted)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from damage import edit_json, pipe
 
 from axonn_jax.cli.main import main
-from axonn_jax.data.tokenize import load, prompt_ids
+from axonn_jax.data.prompts import prompt_ids
+from axonn_jax.data.tokenize import load
 from axonn_jax.distributed import initialize
 from axonn_jax.errors import UserError
 from axonn_jax.inference.texts import TextPart

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import time
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
@@ -9,6 +11,7 @@ from typing import Annotated, get_origin, get_type_hints
 import pytest
 
 from axonn_jax.cli.main import main
+from axonn_jax.documents import _without_texts, parse_json
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divisors
 from axonn_jax.models.config import ModelShape
@@ -173,6 +176,24 @@ def test_a_picture_replaces_a_link(place, capsys):
     assert (place / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert not (place / "run" / "timeline.png").is_symlink()
     assert len(list((place / "run").iterdir())) == 2
+
+
+@pytest.mark.parametrize("unit", ["[[],[[],[]]],", "[" * 60 + "]" * 60 + ",", '{"a":{"b":{}}},', "300," * 30])
+def test_lists_in_lists_that_would_take_gigabytes_are_not_parsed(unit):
+    """Of 49.5 MB of such lists in a tokenizer came 10 GB."""
+    with pytest.raises(ValueError, match=r"take about \d+\.\d GB once they are read, more than 1\.1 GB"):
+        parse_json(b"[" + unit.encode() * (70_000_000 // len(unit)) + b"0]")
+
+
+def test_brackets_in_texts_are_no_lists(monkeypatch):
+    text = json.dumps({"code": '[{,"\\' * 1_200_000})
+    assert parse_json(text.encode()) == json.loads(text)
+    monkeypatch.setattr("axonn_jax.documents._PIECE", 7)
+    drawn, parts = random.Random(0), ('"', "\\", "[", "{", ",", "a", '\\"')
+    for _ in range(300):
+        value = ["".join(drawn.choices(parts, k=drawn.randrange(9))) for _ in range(5)] + [{}, [1, {"[": "\\"}]]
+        raw = json.dumps(value).encode()
+        assert re.sub(rb"[^]{},[]", b"", b"".join(_without_texts(raw))) == b"[,,,,,{},[,{}]]"
 
 
 def test_machine_files(place, refused, quick):

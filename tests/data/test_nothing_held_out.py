@@ -10,7 +10,7 @@ from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 SEQ = 32
 CONFIG = "[model]\nlayers = 1\nhidden = 32\nheads = 2\nseq_len = 32\n[train]\nsteps = 2\nglobal_batch = 8\n"

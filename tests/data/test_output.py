@@ -26,7 +26,7 @@ IN_ITS_PLACE = {  # what writes files in their places, and why
     "evaluate/build.py": "into a directory of its own, which it removes",
     "cli/convert.py": "into a directory that is not there yet",
     "models/huggingface/export.py": "as convert",
-    "tracking/files.py": "beside, and renames",
+    "tracking/records.py": "beside, and renames",
 }
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 HANGING = """

@@ -130,9 +130,27 @@ def test_no_room_is_taken_on_cpus():
     [
         ({"offload": "optimizer", "resident": "much"}, "much", "auto, or an amount such as 28GB or 26GiB"),
         ({"offload": "optimizer", "resident": "-1"}, "-1", "auto, or an amount such as 28GB or 26GiB"),
+        (
+            {"offload": "optimizer", "resident": "20000"},  # was 20 TB
+            "20000",
+            "auto, or an amount such as 28GB or 26GiB; a number needs its unit",
+        ),
     ],
 )
 def test_other_budgets_are_refused(options, value, accepted):
     with pytest.raises(UserError) as caught:
         made(GridShape(), **options)
     assert (caught.value.field, caught.value.value, caught.value.accepted) == ("memory.resident", value, accepted)
+
+
+def test_a_budget_is_no_more_than_a_device_has(monkeypatch):
+    """Virtual devices of the CPU have no memory of their own; an accelerator says how much it has."""
+
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 60_000_000_000}
+
+    made(GridShape(), offload="optimizer", resident="70GB").close()
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    with pytest.raises(UserError, match=r"^memory.resident = '70GB': at most 60GB, which a device has for arrays$"):
+        made(GridShape(), offload="optimizer", resident="70GB")

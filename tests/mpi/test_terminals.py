@@ -8,7 +8,7 @@ import pytest
 from launched import AXONN, UNDER_MPIRUN, OnTerminal, command, complete, environment, flags, until
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 pytestmark = [*UNDER_MPIRUN, pytest.mark.slow, pytest.mark.usefixtures("hangup")]
 

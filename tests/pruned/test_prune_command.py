@@ -14,7 +14,7 @@ from commands import said
 import axonn_jax as ax
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.grid import GridShape
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

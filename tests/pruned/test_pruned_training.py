@@ -1,5 +1,8 @@
 """Pruned training: the curve of dense training with masked gradients, on every grid, however state is kept."""
 
+import io
+import zipfile
+
 import grids
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,7 @@ from trainers import params as params_of
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.pruned.prune import prunable
+from axonn_jax.pruned.prune import make_masks, prunable
 from axonn_jax.tensor.params import split_module
 
 DENSITY = 0.25
@@ -150,3 +153,14 @@ def test_masks_of_a_file(axes, dense, tmp_path):
     trainer.close()
     for name, mask in masks.items():
         np.testing.assert_array_equal(values[name] != 0, mask)
+
+
+def test_a_mask_is_no_larger_than_its_parameter_before_memory_is_taken(tmp_path):
+    """A file of some bytes says that its array has a petabyte."""
+    path, header = tmp_path / "masks.npz", io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": (10**15,)})
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("kernel.npy", header.getvalue())
+    prune = ax.PruneConfig(method="file", mask_file=str(path))
+    with pytest.raises(ax.UserError, match=r"bool \(4, 4\) for kernel, which is bool \(1000000000000000,\)"):
+        make_masks(prune, {"kernel": jnp.ones((4, 4))}, ["kernel"])

@@ -8,7 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 from launched import command, finished, write_config
 
-from axonn_jax.tracking.files import FACTS, read_metrics
+from axonn_jax.tracking.files import FACTS
+from axonn_jax.tracking.records import read_metrics
 from axonn_jax.tracking.services import MlflowTracker, WandbTracker
 from axonn_jax.tracking.tracker import RunFacts
 

@@ -18,7 +18,8 @@ from axonn_jax.checkpoint.orbax import OrbaxWriter
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import say
-from axonn_jax.tracking.files import FACTS, JsonLines, TensorBoard, read_metrics, started
+from axonn_jax.tracking.files import FACTS, TensorBoard, started
+from axonn_jax.tracking.records import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, tracker_class
 
 
@@ -124,6 +125,37 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_no_damage(tmp_path):
     logged(tmp_path, resumed=1, warn=told.append)
     assert not told
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+NOTHING = {
+    "missing": (None, "is missing: there is no record up to step 2"),
+    "empty": ("", "has no record up to step 2"),
+    "of later steps alone": ('{"step": 3, "loss": 1.0}\n', "has no record up to step 2"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_run_that_goes_on_without_its_metrics_says_so(case, tmp_path):
+    (content, says), told = NOTHING[case], []
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    logged(tmp_path, {"step": 3, "loss": 0.5}, resumed=2, warn=told.append)
+    assert told == [f"note: {tmp_path / 'metrics.jsonl'} {says}; the lowest held-out loss counts from here on"]
+    logged(tmp_path, resumed=2, name="samples.jsonl", warn=told.append)  # which a run may have begun to write since
+    assert len(told) == 1
+
+
+def test_a_step_that_is_there_twice_counts_once(tmp_path):
+    """The last record of its values does; that of the evaluation of a step is another one."""
+    records = [(1, "loss", 3.0), (1, "eval_loss", 4.0), (2, "loss", 2.0), (1, "loss", 1.0), (1, "eval_loss", 2.0)]
+    text = "".join(json.dumps({"step": step, name: value}) + "\n" for step, name, value in records)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    want, told = [{"step": step, name: value} for step, name, value in records[2:]], []
+    assert read_metrics(tmp_path) == want
+    logged(tmp_path, resumed=2, warn=told.append)
+    assert read_metrics(tmp_path) == want
+    assert (tmp_path / "metrics.1.jsonl").read_text() == text, "nothing of a user's is lost"
+    assert [line.rpartition("; ")[2] for line in told] == ["records of steps that are there again: 2"]
 
 
 class Kept:

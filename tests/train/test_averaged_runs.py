@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.checkpoint.naming import AVERAGE, PARAMS
 from axonn_jax.checkpoint.orbax import stored_array
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 DECAY, STEPS = 0.5, 4
 

@@ -12,7 +12,7 @@ from launched import flags, write_config
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.tracking.files import JsonLines, read_metrics
+from axonn_jax.tracking.records import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts
 from axonn_jax.train.metrics import Best, held_out_losses
 

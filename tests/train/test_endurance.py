@@ -14,7 +14,7 @@ from launched import AXONN, finished, flags
 from saved import disk_of
 
 from axonn_jax.data.prepare import prepare
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 CONFIG = """
 [model]

@@ -19,7 +19,7 @@ from axonn_jax.data.instructions.templates import Alpaca
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 SEQ, BATCH, STEPS, RATE = 48, 8, 3, 0.1
 CONFIG = pretrained.CONFIGS["llama"] | {"vocab_size": 512}

@@ -30,7 +30,7 @@ from launched import (
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.documents import held
 from axonn_jax.errors import UserError
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 from axonn_jax.train.config import LOCK
 from axonn_jax.train.main import only_run_in
 

@@ -14,7 +14,7 @@ from launched import UNDER_MPIRUN, Launched, command, complete, flags
 from axonn_jax.cli.main import main
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 STEPS, BATCH, SEQ = 4, 8, 16
 CONFIG = """

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pretrained
 import pytest
+import safetensors.numpy
 import tokenizers
 from commands import answer, refusal
 
@@ -16,6 +17,7 @@ from axonn_jax.data.manifest import Manifest
 from axonn_jax.models.huggingface.families import shape_from_config
 
 CONFIG = pretrained.CONFIGS["llama"]
+NORM = "model.norm.weight"
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
 
 
@@ -114,6 +116,34 @@ def test_a_model_of_other_sizes_is_one_line(trained, capsys):
         assert line.startswith("error: checkpoint.weights = ")
         assert says in line
     assert not (trained / "no").exists()
+
+
+@pytest.mark.parametrize("source", ["base", "run"])
+def test_a_damaged_tokenizer_is_one_line_before_anything_starts(trained, tmp_path, capsys, source):
+    weights = shutil.copytree(trained / source, tmp_path / source)
+    folder = weights / "pretrained" if source == "run" else weights
+    (folder / "tokenizer.json").write_text('{"model": [[], [[], []]]}')
+    argv = ["train", str(trained / "base" / "config.toml"), "--data.path", str(trained / "data"), *SHORT]
+    line = refusal(capsys, *argv, "--log.dir", tmp_path / "no", "--checkpoint.weights", weights)
+    assert line.startswith(f"error: checkpoint.weights = '{folder / 'tokenizer.json'}': the tokenizer.json of a ")
+    assert "this one is damaged" in line
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_weight_that_is_no_number_is_named_when_it_is_read(trained, tmp_path, capsys):
+    weights = shutil.copytree(trained / "base", tmp_path / "base")
+    (file,) = (path for path in weights.glob("*.safetensors") if NORM in safetensors.numpy.load_file(path))
+    tensors = safetensors.numpy.load_file(file)
+    tensors[NORM][5] = np.nan
+    safetensors.numpy.save_file(tensors, file)
+    argv = ["train", str(weights / "config.toml"), "--data.path", str(trained / "data"), *SHORT]
+    line = refusal(capsys, *argv, "--log.dir", tmp_path / "no", "--train.steps", "1", alone=False)
+    assert (
+        line
+        == f"error: checkpoint.weights: tensor {NORM} = 'infinite or NaN': finite numbers, which {file.name} has not"
+    )
+    assert not (tmp_path / "no" / "metrics.jsonl").exists()
+    refusal(capsys, "generate", weights, "--prompt", "the ", "--tokens", "1", alone=False)
 
 
 def test_a_run_does_not_overwrite_its_base(trained, tmp_path, capsys):

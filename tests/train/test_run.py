@@ -9,7 +9,7 @@ from launched import AXONN, UNDER_MPIRUN, command, errors, finished, write_confi
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.data.loader import Loader, TokenSamples
 from axonn_jax.data.manifest import Manifest
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 from axonn_jax.train import config_file
 from axonn_jax.train.loop import MOST_SKIPPED
 from axonn_jax.train.optimizer import learning_rate
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from axonn_jax.cli.main import main
 from axonn_jax.checkpoint.save import Saver
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 save = Saver.save
 

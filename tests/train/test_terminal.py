@@ -11,7 +11,7 @@ import pytest
 from launched import AXONN, OnTerminal, command, environment, succeeded, write_config
 
 from axonn_jax.terminal import printable
-from axonn_jax.tracking.files import read_metrics
+from axonn_jax.tracking.records import read_metrics
 
 # What a run prints, without the run: lines, warnings of libraries, a bar on a terminal, the last flush.
 TALKS = """

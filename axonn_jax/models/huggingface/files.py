@@ -28,6 +28,8 @@ _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
 _PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
 _POINTER_BYTES = 64  # of a file's beginning, which say whether Git LFS left it
+_EXPONENTS = {DTYPES["BF16"]: 0x7F80, DTYPES["F16"]: 0x7C00}  # bits that are all set in infinite numbers and NaN
+_FLOAT32 = 4  # bytes
 _LENGTH = 8  # bytes in front of a header that say how long it is
 
 
@@ -74,12 +76,18 @@ class TensorFiles:
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def read(self, name: str, bounds: tuple[tuple[int, int], ...]) -> NDArray[Any]:
-        """The part of a tensor between two entries of each dim; nothing else of its file is read."""
+        """The part of a tensor between two entries of each dim; nothing else of its file is read.
+
+        Raises ``UserError`` where it has infinite numbers or NaN, as every reader of weights comes by here.
+        """
         if not bounds:
             part = self._open[self.tensors[name].file].get_tensor(name)
         else:
             part = self._open[self.tensors[name].file].get_slice(name)[tuple(slice(*ends) for ends in bounds)]
         self.bytes_read += part.nbytes
+        if not _finite(part):
+            accepted = f"finite numbers, which {self.tensors[name].file} has not"
+            raise UserError(f"{self._field}: tensor {name}", "infinite or NaN", accepted)
         return part  # type: ignore[no-any-return]
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
@@ -94,8 +102,13 @@ class TensorFiles:
             yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
 
     def span(self, name: str) -> FileSpan:
-        """Place of a tensor's bytes in its file, whose header has been checked."""
+        """Place of a tensor's bytes in its file, whose header has been checked; what is copied from there is read once.
+
+        Raises ``UserError`` as `read` does.
+        """
         stored = self.tensors[name]
+        for _ in self.pieces(name):
+            pass
         path = self.directory / stored.file
         if stored.file not in self._starts:
             with path.open("rb") as file:
@@ -169,3 +182,17 @@ class TensorFiles:
         for tensor, stored in self.tensors.items():
             if tensor not in index:
                 raise self._bad(stored.file, f"only tensors that {INDEX} has; {tensor[:200]!r} is not among them")
+
+
+def _finite(part: NDArray[Any]) -> bool:
+    """True if all numbers are finite, also as float32; a piece at a time, whose copies stay in the cores' caches."""
+    flat = part.reshape(-1)
+    rows = _PIECE // flat.itemsize
+    return all(_all_finite(flat[at : at + rows]) for at in range(0, flat.size, rows))
+
+
+def _all_finite(piece: NDArray[Any]) -> bool:
+    if bits := _EXPONENTS.get(piece.dtype):  # for which `isfinite` takes six times as long
+        return not np.any(piece.view(np.uint16) & bits == bits)
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(piece.astype(np.float32) if piece.itemsize > _FLOAT32 else piece).all())

@@ -203,11 +203,11 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
     step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step > layers:
         raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise UserError("config.mlp_only_layers", dense, "a list of layers, counted from 0")
+    if not isinstance(dense, list) or len(dense) > layers or any(type(layer) is not int for layer in dense):
+        raise UserError("config.mlp_only_layers", dense, f"a list of at most {layers} layers, counted from 0")
     if not dense:
         return step, step - 1
-    routed = [layer for layer in range(step - 1, layers, step) if layer not in set(dense)]
+    routed = [layer for layer in range(step - 1, layers, step) if layer not in {*dense}]
     if routed:
         every, first = routed[1] - routed[0] if len(routed) > 1 else layers, routed[0]
         if routed == list(range(first, layers, every)):

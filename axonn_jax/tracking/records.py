@@ -1,0 +1,154 @@
+"""Records of a run in its directory: a JSON object a line, whole on disk at once, read again when the run goes on."""
+
+import contextlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.documents import parse_json, read_bytes
+from axonn_jax.options import typed
+from axonn_jax.tracking.tracker import RunFacts, Value
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_MOST_WAITING = 2**26  # bytes of lines kept for a disk that has no room: those of some 200,000 steps
+_MOST = 2**31  # bytes read of a log: that of ten million steps
+
+
+class JsonLines:
+    """Tracker that writes one JSON object a line, each line whole on disk at once.
+
+    A run resumed after step `RunFacts.resumed` keeps the lines up to this step; otherwise an earlier run's file in the
+    same directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
+    cannot take lines does not end the run: a line says so in the end.
+
+    Args:
+        name: The file's name.
+        warn: Printer of a line for people.
+    """
+
+    def __init__(self, name: str = METRICS, *, warn: Callable[[str], None] = lambda text: None):
+        self._name, self._warn = name, warn
+        self.known = frozenset[str]()
+        """Names of the values that are known of the step resumed."""
+        self._trouble, self._waiting, self._lost = "", b"", 0
+        """Reason for which lines were not written in time, bytes that wait for room, and lines beyond those."""
+
+    def start(self, run: RunFacts) -> None:
+        """Open the file, behind the step that the run goes on after."""
+        self._path = path = run.directory / self._name
+        if run.resumed:
+            self._go_on_after(run.resumed)
+        elif os.path.lexists(path):
+            path.rename(free_name(path))
+        # Without a buffer of Python's: one that is full forgets what a full disk does not take.
+        self._file = path.open("ab", buffering=0)
+
+    def _go_on_after(self, step: int) -> None:
+        path = self._path
+        try:
+            records, damage = read_records(path) if os.path.lexists(path) else ([], "")
+        except (OSError, ValueError) as error:
+            records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
+        rewritten = path.with_name(f".{path.name}.part")
+        self.known = frozenset(key for record in records if record["step"] == step for key in record)
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        if damage:
+            aside = free_name(path)
+            path.rename(aside)
+            self._warn(f"warning: {path} is damaged and kept as {aside.name}; {damage}")
+        elif not kept and self._name == METRICS:
+            what = "has no record" if os.path.lexists(path) else "is missing: there is no record"
+            self._warn(f"note: {path} {what} up to step {step}; the lowest held-out loss counts from here on")
+        rewritten.replace(path)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write one record of numbers and texts."""
+        if shown := {name: value for name, value in values.items() if not isinstance(value, (Path, list))}:
+            self.write({"step": step, **shown})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        if len(self._waiting) > _MOST_WAITING:
+            self._lost += 1
+        else:
+            self._waiting += json.dumps(clean).encode() + b"\n"
+        self._write_waiting()
+
+    def finish(self, status: int = 0) -> None:
+        """Close the file, and say where lines could not be written, or not in time."""
+        self._write_waiting()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        missing = self._lost + self._waiting.count(b"\n")
+        if self._trouble:
+            which = f"{missing} lines of {self._path} are missing" if missing else f"lines of {self._path} came late"
+            self._warn(f"warning: {which}: {self._trouble}")
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            self._trouble = self._trouble or f"{error.strerror or error}"
+
+
+def free_name(path: Path) -> Path:
+    """Return a numbered name beside a path, of which there is no file yet."""
+    number = 1
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
+        number += 1
+    return candidate
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the readable records of a run directory, in order."""
+    return read_records(directory / METRICS)[0]
+
+
+@dataclass
+class _Record:
+    """Fields of every record."""
+
+    step: int
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the readable records of a log, and a description of the other lines, empty if there are none.
+
+    A last line cut off in the middle is no fault: a killed process may leave one. Of the metrics of a step that are
+    there twice the last count; samples of a step are several.
+    """
+    records, unread, first = [], 0, ""
+    for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
+        try:
+            record = parse_json(line)
+            if typed(_Record, record).step < 0:
+                raise ValueError(f"step = {record['step']}, which is below 0")
+            records.append(record)
+        except ValueError as error:
+            cut_off = line.startswith(b"{") and not line.endswith(b"\n")
+            if line.strip() and not cut_off:
+                unread, first = unread + 1, first or f"line {number}: {error}"
+    once = _once(records) if path.name == METRICS else records
+    faults = [f"lines left out: {unread}, the first {first}"] if unread else []
+    faults += [f"records of steps that are there again: {len(records) - len(once)}"] if len(once) < len(records) else []
+    return once, "; ".join(faults)
+
+
+def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records but those of whose step and values there are later ones."""
+    later, kept = dict[int, set[str]](), list[dict[str, Any]]()
+    for record in reversed(records):  # an evaluation's record of a step has other values than the step's
+        names = later.setdefault(record["step"], {"step"})
+        if not record.keys() <= names:
+            names.update(record)
+            kept.append(record)
+    return kept[::-1]
