@@ -47,7 +47,7 @@ def train(config: Config, report: Callable[[BaseException], int]) -> int:
 
     `report` prints an error for people and gives its exit status: of several processes one that fails ends at once.
     """
-    world, grid = start(config.grid, settings=to_toml(config))
+    world, grid = start(config.grid, settings=to_toml(config), channel=config.pipeline.channel)
     with _all_or_nothing(world, report):
         sync = host_sync(grid)
         with only_run_in(config.log.dir, sync, say):
