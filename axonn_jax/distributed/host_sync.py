@@ -171,6 +171,8 @@ def host_sync(grid: Grid) -> HostSync:
 def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None]:
     """Run a part in which each process may fail, and raise the first one's error on all of them.
 
+    The field of a ``UserError`` says whose it is, where the first process has none.
+
     Args:
         sync: Connection of the processes, all of which must run the part.
         kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
@@ -182,5 +184,9 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
         fault = (
             "\0".join((error.field, str(error.value), error.accepted)) if isinstance(error, UserError) else str(error)
         )
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise kind(*(faults[0].split("\0", 2) if kind is UserError else faults[:1]))
+    if faults := [(rank, text) for rank, text in enumerate(sync.gather(fault)) if text]:
+        rank, text = faults[0]
+        if kind is not UserError:
+            raise kind(text)
+        field, value, accepted = text.split("\0", 2)
+        raise UserError(f"rank {rank}'s {field}" if rank else field, value, accepted)

@@ -94,11 +94,27 @@ def test_mpi4jax_trains_where_a_process_has_one_core(plain, tmp_path):
     assert "trained 2 steps" in done.stderr
 
 
-@ON_ONE_CORE
-def test_mpi4jax_beside_one_thread_is_refused_before_anything_compiles(plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("NPROC", "1")
-    line = refused(with_mpi4jax_on_one_core(plain, tmp_path / "run"), tmp_path / "run")
-    assert "pipeline.channel = 'mpi4jax': mpi4py where jax's CPU pool has one thread (NPROC=2 in the" in line
+@pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
+def test_mpi4jax_beside_one_thread_on_one_rank_is_refused_before_anything_compiles(plain, tmp_path):
+    run = tmp_path / "run"
+    one = command(plain, run, grid_pipe=3, model_layers=3, pipeline_channel="mpi4jax")
+    line = refused(mpirun(1, *one, ":", "-n", "1", "-x", "NPROC=1", *one, ":", "-n", "1", *one), run)
+    assert line.startswith("error: rank 1's pipeline.channel = 'mpi4jax': mpi4py where jax's CPU pool has one thread")
+    assert "NPROC=2 in the environment" in line
+
+
+def test_what_one_rank_alone_finds_missing_it_tells(plain, tmp_path):
+    """No process knows of the others yet, and mpirun ends all when one has ended."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    one = command(plain.name, run, grid_pipe=3)
+    here, there = ["-n", "1", "--wdir", tmp_path], ["-n", "1", "--wdir", elsewhere]
+    line = refused(mpirun(1, *here[2:], *one, ":", *there, *one, ":", *here, *one), run)
+    assert line.startswith("error: rank 1: CONFIG.toml = 'plain.toml': ")
+
+
+def test_what_all_ranks_find_missing_one_tells(tmp_path):
+    refused(command(tmp_path / "none.toml", tmp_path / "run", 3, grid_pipe=3), tmp_path / "run")
 
 
 def test_what_one_process_finds_in_the_data_ends_all(config, prepared, tmp_path):
