@@ -75,6 +75,12 @@ class MpiSync(HostSync):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pending: tuple[Any, np.ndarray, np.ndarray] | None = None
 
+    def another(self) -> "MPI.Comm | None":
+        """Return another communicator of these ranks, for a thread; None where MPI allows none. Collective."""
+        from mpi4py import MPI
+
+        return self._comm.Dup() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
+
     def _all_gather(self, own: np.ndarray) -> np.ndarray:
         everyone = np.empty((self.size, *own.shape), own.dtype)
         self._wait(self._comm.Iallgather(own, everyone))

@@ -25,7 +25,9 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
 from axonn_jax.options import ChannelName
 
-_HEARTBEAT_S = 30
+_HEARTBEAT_S, _BEHIND_OURS_S = 30, 60
+"""Limits of jax's own heartbeat, which ends a process in half the time or all of it without saying for whom; the second
+one where ours has MPI (`heartbeat.LOST_S`)."""
 _PLATFORMS = "JAX_PLATFORMS"
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """jax's own variable for the address at which a coordinator listens."""
@@ -256,7 +258,7 @@ def join(world: World) -> None:
         world.rank,
         cluster_detection_method="deactivate",
         coordinator_bind_address=os.environ.get(_BIND) or listen_at(world.coordinator, world.hosts),
-        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        heartbeat_timeout_seconds=_BEHIND_OURS_S if world.source == "MPI" else _HEARTBEAT_S,
         shutdown_timeout_seconds=_HEARTBEAT_S,
         initialization_timeout=120,
     )

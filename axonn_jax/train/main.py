@@ -16,7 +16,7 @@ from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
 from axonn_jax.channels import choose
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
-from axonn_jax.distributed.host_sync import HostSync, host_sync, together
+from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, together
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.processes import World
 from axonn_jax.documents import Held, held, in_sight, made
@@ -31,6 +31,7 @@ from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
 from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK, Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.loop import Run
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
@@ -94,8 +95,11 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         pipeline=config.pipeline,
         prune=config.prune,
     )
+    engine = trainer.engine
+    if isinstance(engine, SpmdEngine) and isinstance(sync, MpiSync) and (another := sync.another()) is not None:
+        engine.watch(another)
     run = Run(config, data, world, trainer, sync)
-    with StopSignals(sync, trainer.engine.peer_failed) as stop:
+    with StopSignals(sync, engine.peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
