@@ -1,4 +1,4 @@
-"""Heartbeat of a pipelined run: a thread that ends a process waiting in vain, and names the missing one.
+"""Heartbeat of a run over MPI: a thread that ends a process waiting in vain, and names the missing one.
 
 Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also handles
 SIGTERM, with which launchers end the rest of a run, unless the script has its own handler.
@@ -27,6 +27,8 @@ PATIENCE_S, PATIENCE = 1200.0, 10
 One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
 """
 _BEAT_S = 0.5
+LOST_S = 20.0
+"""Silence after which a process ends whose mesh the silent one shares: soon gloo and jax would, and not say who."""
 _PAUSE_S = 2.0
 """Time between two beats from which this process was stopped, as by Ctrl-Z, `scontrol suspend` or `docker pause`."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -40,7 +42,8 @@ _PEER_FAILED = 255
 class Heartbeat:
     """Heartbeat of a process, which ends the run when nothing has moved for `stall_timeout` seconds.
 
-    With several processes collective over `world`, which nothing else uses; reports come from the others.
+    With several processes collective over `world`, which nothing else uses; reports come from the others. Of a run of
+    one mesh, whose steps take what they take, `stall_timeout` is infinite: only silence ends it.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Heartbeat:
         status: RankStatus,
         pipe_shape: PipelineShape,
         stall_timeout: float,
-        world: "MPI.Intracomm | None" = None,
+        world: "MPI.Comm | None" = None,
         grid: Grid | None = None,
     ):
         self._status, self._pipe_shape, self._timeout, self._comm = status, pipe_shape, stall_timeout, world
@@ -56,7 +59,7 @@ class Heartbeat:
         own = (socket.gethostname(), os.getpid())
         self._hosts: list[tuple[str, int]] = [own] if world is None else world.allgather(own)
         here = self._hosts[rank][0]
-        self._rank = rank
+        self._rank, self._run_name = rank, "pipeline" if pipe_shape.pipe > 1 else "run"
         self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == here and peer != rank]
         self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
         self._sending: dict[int, Any] = {}
@@ -120,11 +123,14 @@ class Heartbeat:
                 self._take_in(signals)
                 self._check(now)
             except Exception as error:  # a heartbeat that fails must not take a healthy run with it
-                _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
+                _say(f"warning: the {self._run_name}'s heartbeat: {type(error).__name__}: {error}")
 
     def _check(self, now: float) -> None:
         """End a process that has waited too long at the time of a beat: in a step since the last progress anywhere,
         else since its own progress."""
+        # Rank 0 last, as with its coordinator jax would end the others, and not say for whom either.
+        if self._per_stage > 1 and self._gossip.longest_silence(now) > LOST_S + 2 * _BEAT_S * (self._rank == 0):
+            _end(f"error: {self._run_name} ended: {self._silent()}; {self._story(now - self._status.since)}", 1)
         if self._patient():
             quiet = now - max(self._status.since, self._signalled, self._resumed)
             allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
@@ -134,7 +140,8 @@ class Heartbeat:
         else:
             return
         if quiet > allowed:
-            _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
+            story = "; ".join(filter(None, (self._story(now - self._status.since), self._silent())))
+            _end(f"error: pipeline stalled: {story} ({setting} = {allowed:g})", 1)
 
     def _patient(self) -> bool:
         """Return True if this process does something slow: a handler of signals, too, may save."""
@@ -197,7 +204,7 @@ class Heartbeat:
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
         cause = cause or self._silent() or "told to end (SIGTERM)"
         if dead or self._rank == 0:
-            _say(f"error: pipeline ended: {cause}; {self._story(waited)}")
+            _say(f"error: {self._run_name} ended: {cause}; {self._story(waited)}")
         time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
         _end("", _TERMINATED)
 
@@ -219,7 +226,7 @@ class Heartbeat:
     def _story(self, waited: float) -> str:
         status, who = self._status, "this process"
         if self._comm is not None:
-            who = f"rank {self._rank} (place {self._rank // self._per_stage} of the pipe)"
+            who = f"rank {self._rank}{f' ({place})' if (place := self._place(self._rank)) else ''}"
         whom = ""
         if status.waiting and not status.running:
             pp_rank = self._pipe_shape.rank_of(status.waiting[0].sender)
@@ -227,14 +234,15 @@ class Heartbeat:
             if heard := self._gossip.report(rank):
                 ago = time.monotonic() - heard[1]
                 whom = f" ({self._name(rank)}: finished {heard[0].finished}, {heard[0].does}, heard {ago:.1f} s ago)"
-        silent = self._silent()
-        return (
-            f"step {status.step}: {who} has finished {status.finished} and "
-            f"{status.describe()}{whom}, for {waited:.1f} s" + (f"; {silent}" if silent else "")
-        )
+        does = f"{status.describe()}{whom}, for {waited:.1f} s"
+        return f"step {status.step}: {who} has finished {status.finished} and {does}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (place {rank // self._per_stage} of the pipe, host {self._hosts[rank][0]})"
+        place = self._place(rank)
+        return f"rank {rank} ({f'{place}, ' if place else ''}host {self._hosts[rank][0]})"
+
+    def _place(self, rank: int) -> str:
+        return f"place {rank // self._per_stage} of the pipe" if self._pipe_shape.pipe > 1 else ""
 
 
 def _has_ended(pid: int) -> bool:
