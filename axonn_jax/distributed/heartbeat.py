@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.distributed.gossip import PATIENT, SIZE, Gossip, RankStatus, Report
@@ -35,6 +36,7 @@ _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR
 """Signals that end a run or warn of the end: a script's handlers of these may save."""
 _TERMINATED = 128 + signal.SIGTERM
 _GRACE_S = 0.6
+_FAREWELL_S = 5.0
 _PEER_FAILED = 255
 """Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` answered with yes."""
 
@@ -71,6 +73,8 @@ class Heartbeat:
         """Time of a signal still handled by the script, perhaps."""
         self._resumed = 0.0
         """Time at which this process last went on after it was stopped; its waiting counts from there."""
+        self.farewell: Callable[[int], None] = lambda status: None
+        """Function that is told the exit status before this process is ended from here, and has a few seconds."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
@@ -130,7 +134,11 @@ class Heartbeat:
         else since its own progress."""
         # Rank 0 last, as with its coordinator jax would end the others, and not say for whom either.
         if self._per_stage > 1 and self._gossip.longest_silence(now) > LOST_S + 2 * _BEAT_S * (self._rank == 0):
-            _end(f"error: {self._run_name} ended: {self._silent()}; {self._story(now - self._status.since)}", 1)
+            _end(
+                f"error: {self._run_name} ended: {self._silent()}; {self._story(now - self._status.since)}",
+                1,
+                self.farewell,
+            )
         if self._patient():
             quiet = now - max(self._status.since, self._signalled, self._resumed)
             allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
@@ -141,7 +149,7 @@ class Heartbeat:
             return
         if quiet > allowed:
             story = "; ".join(filter(None, (self._story(now - self._status.since), self._silent())))
-            _end(f"error: pipeline stalled: {story} ({setting} = {allowed:g})", 1)
+            _end(f"error: pipeline stalled: {story} ({setting} = {allowed:g})", 1, self.farewell)
 
     def _patient(self) -> bool:
         """Return True if this process does something slow: a handler of signals, too, may save."""
@@ -206,7 +214,7 @@ class Heartbeat:
         if dead or self._rank == 0:
             _say(f"error: {self._run_name} ended: {cause}; {self._story(waited)}")
         time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
-        _end("", _TERMINATED)
+        _end("", _TERMINATED, self.farewell)
 
     def _gone(self) -> list[int]:
         """Return the ended processes of this host."""
@@ -260,8 +268,11 @@ def _say(line: str) -> None:
         os.write(sys.stderr.fileno(), (line + "\n").encode(errors="replace"))
 
 
-def _end(line: str, status: int) -> None:
-    """Leave at once: an orderly exit would wait in MPI or jax for the missing process."""
+def _end(line: str, status: int, farewell: Callable[[int], None]) -> None:
+    """Leave at once: an orderly exit would wait in MPI or jax for the missing process, as the main thread does."""
     if line:
         _say(line)
+    told = threading.Thread(target=farewell, args=(status,), daemon=True)  # it may wait for a service
+    told.start()
+    told.join(_FAREWELL_S)
     os._exit(status)

@@ -99,7 +99,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     if isinstance(engine, SpmdEngine) and isinstance(sync, MpiSync) and (another := sync.another()) is not None:
         engine.watch(another)
     run = Run(config, data, world, trainer, sync)
-    with StopSignals(sync, engine.peer_failed) as stop:
+    peer_failed = engine.heartbeat.peer_failed if engine.heartbeat is not None else lambda: False
+    with StopSignals(sync, peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write

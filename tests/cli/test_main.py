@@ -228,7 +228,11 @@ def of_slurm(rank, local):
 
 
 @pytest.mark.parametrize("error", [UserError("train.lr", 1, "2"), OSError("no disk")], ids=["mistake", "failure"])
-@pytest.mark.parametrize("environ", [{}, OMPI | {"OMPI_COMM_WORLD_RANK": "0"}, OMPI, of_slurm(4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "environ",
+    [{}, OMPI | {"OMPI_COMM_WORLD_RANK": "0"}, OMPI, of_slurm(4, 0)],
+    ids=["alone", "first", "last", "first on a host"],
+)
 def test_a_process_that_nobody_has_ended_tells_what_it_met_and_who_it_is(environ, error, monkeypatch, capsys):
     for name, text in environ.items():
         monkeypatch.setenv(name, text)

@@ -128,7 +128,7 @@ class SpmdEngine:
         self._in_step = False
         self._evaluated: Weights | None = None
         self._status = RankStatus()
-        self._heartbeat: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
 
     @property
     def programs(self) -> StepPrograms:
@@ -172,8 +172,8 @@ class SpmdEngine:
 
     def watch(self, world: Any) -> None:
         """Let the processes of an MPI world, which nothing else uses, end where one is silent; collective over it."""
-        self._heartbeat = Heartbeat(self._status, PipelineShape(1, 1), math.inf, world, self.grid)
-        self._heartbeat.start()
+        self.heartbeat = Heartbeat(self._status, PipelineShape(1, 1), math.inf, world, self.grid)
+        self.heartbeat.start()
 
     def step(self, batch: Any) -> StepMetrics:
         """Dispatch an optimizer step and return once that of the step before the last has ended.
@@ -277,10 +277,6 @@ class SpmdEngine:
         yield lambda what: self._status.now(running=what)
         self._status.now("between steps")
 
-    def peer_failed(self) -> bool:
-        """Return True if another process is known to have gone; without `watch` jax itself ends this one."""
-        return self._heartbeat is not None and self._heartbeat.peer_failed()
-
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the communication that nothing hides in a step of so many sequences."""
         missing = [
@@ -295,5 +291,5 @@ class SpmdEngine:
 
     def close(self) -> None:
         """End the heartbeat's thread."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
