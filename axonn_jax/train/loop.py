@@ -46,8 +46,8 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
-        held_out = {c.name: self._loader(path=c.manifest, split="valid", shuffle=False) for c in data.evaluated}
-        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out.items()}
+        held_out = ((c.name, self._loader(path=c.manifest, split="valid", shuffle=False)) for c in data.evaluated)
+        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out}  # one at a time
         self.tokens, self.rate = config.train.global_batch * shape.seq_len, learning_rate(config.train)
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
