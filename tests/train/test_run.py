@@ -23,12 +23,12 @@ from axonn_jax.tracking.records import read_metrics
 
 save = Saver.save
 
-def saving(self, step, *state):
+def saving(self, step, *state, **options):
     print(step, read_metrics(self.directory.parent)[-1]["step"])
     data = self.directory.parent.parent / "data"
     if data.exists():
         data.rename(data.with_name("elsewhere"))
-    save(self, step, *state)
+    save(self, step, *state, **options)
 
 Saver.save = saving
 sys.exit(main(["train", *sys.argv[1:]]))
