@@ -69,8 +69,7 @@ def test_a_step_is_written_down_before_it_is_saved(watched):
     assert done.stdout.splitlines() == ["2 2", "4 4", "5 5"]
     seconds = [record["step_s"] for record in read_metrics(place / "run") if "step_s" in record]
     assert len(seconds) == 5
-    least, second, *_ = sorted(seconds)
-    assert least > second / 10
+    assert min(seconds) > 1e-3, "one that was only dispatched is said to have taken some microseconds"
 
 
 def test_a_save_reads_nothing_of_the_data(watched):
