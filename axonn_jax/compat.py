@@ -134,7 +134,7 @@ class FailingBarrier:
         self._client: Any = distributed.global_state.client
         self._rank, self._size = jax.process_index(), jax.process_count()
         self._place = f"axonn_jax/barrier/{self._number()}"
-        self._save = 0
+        self._save = -1  # none: others may be in the first save already, of which nothing must be deleted
         self._passed: Counter[str] = Counter()
 
     def _number(self) -> int:

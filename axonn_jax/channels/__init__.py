@@ -35,7 +35,10 @@ def choose(name: str, processes: int) -> str:
     if name == "local":
         raise UserError(_FIELD, name, f"mpi4py, mpi4jax or auto in a run of {processes} processes")
     if name == "mpi4jax":
+        from axonn_jax.channels.mpi4jax import check_pool
+
         _need("mpi4jax", name)
+        check_pool()
     mpi = _need("mpi4py.MPI", name)
     level = mpi.Query_thread()
     if level != mpi.THREAD_MULTIPLE:  # a channel's threads call MPI beside the caller's

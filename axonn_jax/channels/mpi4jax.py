@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -24,6 +24,8 @@ from axonn_jax.schedule.tasks import Direction, Message
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_POOL, _LEAST_THREADS = ("PJRT_NPROC", "NPROC"), 2
+"""XLA's variables for the threads of its CPU pool, the first before the second; without them it has one a core."""
 _Outgoing = tuple[int, Message, list[jax.Array]]
 
 
@@ -46,7 +48,7 @@ class Mpi4jaxChannel(Channel):
     name: ClassVar[str] = "mpi4jax"
 
     def __init__(self, comm: "MPI.Comm", ports: Ports):
-        _check_pool(ports)
+        check_pool()
         self._tracker = SendTracker(self.name)
         turn = threading.Lock()
         self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, turn) for d in get_args(Direction)}
@@ -182,16 +184,31 @@ class _DirectionThreads:
         return True
 
 
-def _check_pool(ports: Ports) -> None:
-    """Raise ``UserError`` if jax's CPU pool has one thread: a blocked send would stop all receives."""
-    devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
-    if not all(computes_on_cores(device.platform) for device in devices):
+def pool_threads(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the threads of jax's CPU pool in this process, beside those that its devices need; see `widen_pool`."""
+    for name in _POOL:
+        if (text := environ.get(name, "")).isdecimal():
+            return int(text)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def widen_pool(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give jax's CPU pool the two threads that this channel needs; call before jax starts, which fixes their number.
+
+    The pool of a process of one core, as mpirun binds each of two ranks, has one. A number set by the user stays.
+    """
+    if pool_threads(environ) < _LEAST_THREADS and not any(environ.get(name) for name in _POOL):
+        environ[_POOL[-1]] = str(_LEAST_THREADS)
+
+
+def check_pool() -> None:
+    """Raise ``UserError`` if jax's CPU pool has one thread: a blocked send would stop all receives. Starts jax."""
+    if not computes_on_cores(jax.default_backend()) or jax.local_device_count() >= _LEAST_THREADS:
         return
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or own or 1)
-    if max(threads, jax.local_device_count()) < 2:
-        hint = "`mpirun --bind-to none` gives them all, NPROC=2 a second thread"
-        raise UserError("pipeline.channel", "mpi4jax", f"mpi4py in processes of one CPU core ({hint})")
+    if pool_threads() < _LEAST_THREADS:
+        name = next((name for name in _POOL if os.environ.get(name)), _POOL[-1])
+        hint = f"{name}={_LEAST_THREADS} in the environment, before jax starts, gives it a second one"
+        raise UserError("pipeline.channel", "mpi4jax", f"mpi4py where jax's CPU pool has one thread ({hint})")
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:

@@ -1,5 +1,6 @@
 """The command `axonn-jax`: subcommands; an error reaches the user as one line and an exit status."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -7,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from axonn_jax.errors import UserError, nearest, status_of
 from axonn_jax.terminal import columns, last_flush, open_missing, reader_is_gone, say, wrapped
@@ -39,20 +41,23 @@ TRACEBACK = "AXONN_JAX_TRACEBACK"
 _MOST = 600  # characters of a foreign exception's text; XLA's run to pages
 _GONE = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
 """jax's words, by gloo and by NCCL, in a run's remaining processes when one has ended."""
-_GRACE_S = 1.0
-_LAUNCHERS = (  # rank, size, rank on the host
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+_GRACE_S, _APART_S, _MOST_APART = 1.0, 0.5, 8
+"""Wait of the processes behind the first before one speaks, and by how much each waits longer than the one before."""
+_LAUNCHERS = (  # rank, size, and the rank on the host under a launcher that lets the others live where one fails
+    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", ""),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+    ("PMIX_RANK", "PMIX_SIZE", ""),
+    ("PMI_RANK", "PMI_SIZE", ""),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-# Files, and the way to the Hub, can be missing on one host only, so for these every host's first process speaks.
-_OF_A_HOST = ("CONFIG.toml", "data.path", "data.mix", "data.held_out", "log.dir", "checkpoint.weights")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
+    """Run a command line and return the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted.
+
+    One that fails among several processes ends here, so that their launcher ends the others.
+    """
     open_missing()
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -65,7 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         status = report(error)
     last_flush()
+    if status and _has_met_others():
+        # An orderly exit would wait, in MPI or jax, for those that wait for this process; the launcher ends them.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
     return status
+
+
+def _has_met_others() -> bool:
+    """Return True if this process is one of several that MPI or `jax.distributed` has joined."""
+    jax = sys.modules.get("jax")
+    joined = "mpi4py.MPI" in sys.modules or (jax is not None and jax.distributed.is_initialized())
+    return joined and rank_of(os.environ)[1] > 1
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -108,17 +125,16 @@ def _versions() -> str:
     return "\n".join(lines)
 
 
-def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank among all and on the host, as set by a launcher of several processes; else 0, 0.
+def rank_of(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return this process's rank, the number of processes, and its place in `_LAUNCHERS`' third column; else 0, 1, 0.
 
     A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
     """
-    for rank, size, local in _LAUNCHERS:
-        numbers = [environ.get(name, "") for name in (rank, size)]
-        if all(map(_is_number, numbers)) and int(numbers[1]) > 1:
-            text = environ.get(local, "")
-            return int(numbers[0]), int(text) if _is_number(text) else int(numbers[0])
-    return 0, 0
+    for names in _LAUNCHERS:
+        rank, size, local = (int(text) if _is_number(text := environ.get(name, "")) else None for name in names)
+        if rank is not None and size is not None and size > 1:
+            return rank, size, local or 0
+    return 0, 1, 0
 
 
 def _is_number(text: str) -> bool:
@@ -128,18 +144,20 @@ def _is_number(text: str) -> bool:
 def report(error: BaseException) -> int:
     """Print the line for an exception that ends the command and return the exit status.
 
-    A user's mistake is the same on every process of a run, so only the first one prints.
+    What every process of a run meets, as most mistakes, the first one tells; before they have met, nobody knows what
+    the others have met. So the others wait, and who is alive behind that, as its launcher has ended nobody, tells it.
     """
-    rank, local = rank_of(os.environ)
-    if isinstance(error, UserError):
-        if rank == 0 or (local == 0 and error.field in _OF_A_HOST):
-            _say(f"error: {error}")
-        else:
-            time.sleep(_GRACE_S)  # the launcher ends all at the first exit: the one that speaks must come first
-        return status_of(error)
+    rank, _, local = rank_of(os.environ)
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             _say("interrupted")
+        return status_of(error)
+    if rank:
+        time.sleep(_GRACE_S + _APART_S * min(rank, _MOST_APART))
+    whose = f"rank {rank}: " if rank else ""
+    if isinstance(error, UserError):
+        if local == 0 or _first_lives(os.environ):
+            _say(f"error: {whose}{error}")
         return status_of(error)
     text = " ".join(str(error).split())
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
@@ -148,11 +166,21 @@ def report(error: BaseException) -> int:
         shown = f"another process of the run has ended; its own or the launcher's lines have the reason: {shown}"
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
-        _say(f"error: {shown}")
+        _say(f"error: {whose}{shown}")
     else:
         cut = shown if len(shown) <= _MOST else shown[:_MOST] + "..."
-        _say(f"error: {cut} (set {TRACEBACK}=1 for the traceback)")
+        _say(f"error: {whose}{cut} (set {TRACEBACK}=1 for the traceback)")
     return status_of(error)
+
+
+def _first_lives(environ: Mapping[str, str]) -> bool:
+    """Return True if the first process on this host of the same Slurm step lives: it has not met what this one has."""
+    wanted = {f"{name}={environ.get(name, '')}".encode() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if {*wanted, b"SLURM_LOCALID=0"} <= set((process / "environ").read_bytes().split(b"\0")):
+                return True
+    return False
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 
-from axonn_jax.cli.main import report
 from axonn_jax.cli_args import help_text
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.train.config import Config
@@ -41,4 +40,4 @@ def main(argv: Sequence[str]) -> int:
     config = check(read(files[0], flags))
     from axonn_jax.train.main import train
 
-    return train(config, report)
+    return train(config)

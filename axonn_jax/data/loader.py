@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,23 @@ from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
 from axonn_jax.errors import UserError, integer, nearest, typed_arguments
 
-_OPEN_SHARDS = 128  # each has a descriptor, and a process may have 1024
+_OPEN_SHARDS = 128  # of a reader, all its corpora together: each has a descriptor, and a process may have 1024
 
 
 class TokenSamples:
     """Random access to a split: sample ``i`` is tokens ``[i*S, i*S + S + 1)`` of a stream, or row ``i``, as int32.
 
     Neighbouring samples of a stream share one token: the last target of one is the first input of the next. Rows are
-    those of `models.packed`.
+    those of `models.packed`. Several may share one cache of open `shards`.
 
     Raises:
         UserError: the directory is not a whole prepared one, the split is missing or too short, a sample has a
             token outside of the vocabulary, or a shard's file has changed since the manifest was read.
     """
 
-    def __init__(self, path: str | Path | Manifest, split: str, seq_len: int, *, verify: bool = False):
+    def __init__(
+        self, path: str | Path | Manifest, split: str, seq_len: int, *, verify: bool = False, shards: Any = None
+    ):
         if split not in SPLITS:
             raise UserError("split", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
         integer("model.seq_len", seq_len, 1)
@@ -46,8 +48,7 @@ class TokenSamples:
         self._length = self.manifest.rows(split, seq_len)
         self._shards = chosen.shards
         self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
-        # Not a method: a cache that holds its owner keeps files open until the garbage collector comes by.
-        self._open = lru_cache(maxsize=_OPEN_SHARDS)(_OpenShard)
+        self._open = _open_shards() if shards is None else shards
 
     def __len__(self) -> int:
         return self._length
@@ -89,6 +90,11 @@ class _OpenShard:
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.number)
+
+
+def _open_shards() -> Any:
+    """Return a cache of open shards: not a method's, which keeps files open until the garbage collector comes by."""
+    return lru_cache(maxsize=_OPEN_SHARDS)(_OpenShard)
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # grain prints its source in debugging output
@@ -196,7 +202,8 @@ class Loader:
             integer(name, value, 0)
         if not isinstance(path, Corpora):
             path = Corpora((Corpus(path if isinstance(path, Manifest) else Manifest.load(path)),))
-        self._samples = tuple(TokenSamples(corpus.manifest, split, seq_len, verify=verify) for corpus in path.trained)
+        samples_of = partial(TokenSamples, split=split, seq_len=seq_len, verify=verify, shards=_open_shards())
+        self._samples = tuple(samples_of(corpus.manifest) for corpus in path.trained)
         most = max(map(len, self._samples))
         if shuffle and most > 2**32:
             # index_shuffle takes larger ones, and silently counts in 32 bits.

@@ -154,6 +154,12 @@ class Gossip:
         """True if a process is silent without a reason (while one compiles, its threads may stand still)."""
         return bool(self._deaf(now) or self._news(now))
 
+    def longest_silence(self, now: float) -> float:
+        """Return the seconds since the process that is silent longest, without a reason, was last heard of; 0.0: all
+        are heard of."""
+        heard = [*(at for _, at in self._deaf(now)), *(news.since for _, news in self._news(now))]
+        return now - min(heard, default=now)
+
     def _deaf(self, now: float) -> list[tuple[int, float]]:
         """Return the silent neighbours with the times of their last report, except for neighbours at long work."""
         return [

@@ -1,4 +1,4 @@
-"""Heartbeat of a pipelined run: a thread that ends a process waiting in vain, and names the missing one.
+"""Heartbeat of a run over MPI: a thread that ends a process waiting in vain, and names the missing one.
 
 Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also handles
 SIGTERM, with which launchers end the rest of a run, unless the script has its own handler.
@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.distributed.gossip import PATIENT, SIZE, Gossip, RankStatus, Report
@@ -27,12 +28,15 @@ PATIENCE_S, PATIENCE = 1200.0, 10
 One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
 """
 _BEAT_S = 0.5
+LOST_S = 20.0
+"""Silence after which a process ends whose mesh the silent one shares: soon gloo and jax would, and not say who."""
 _PAUSE_S = 2.0
 """Time between two beats from which this process was stopped, as by Ctrl-Z, `scontrol suspend` or `docker pause`."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that end a run or warn of the end: a script's handlers of these may save."""
 _TERMINATED = 128 + signal.SIGTERM
 _GRACE_S = 0.6
+_FAREWELL_S = 5.0
 _PEER_FAILED = 255
 """Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` answered with yes."""
 
@@ -40,7 +44,8 @@ _PEER_FAILED = 255
 class Heartbeat:
     """Heartbeat of a process, which ends the run when nothing has moved for `stall_timeout` seconds.
 
-    With several processes collective over `world`, which nothing else uses; reports come from the others.
+    With several processes collective over `world`, which nothing else uses; reports come from the others. Of a run of
+    one mesh, whose steps take what they take, `stall_timeout` is infinite: only silence ends it.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Heartbeat:
         status: RankStatus,
         pipe_shape: PipelineShape,
         stall_timeout: float,
-        world: "MPI.Intracomm | None" = None,
+        world: "MPI.Comm | None" = None,
         grid: Grid | None = None,
     ):
         self._status, self._pipe_shape, self._timeout, self._comm = status, pipe_shape, stall_timeout, world
@@ -56,7 +61,7 @@ class Heartbeat:
         own = (socket.gethostname(), os.getpid())
         self._hosts: list[tuple[str, int]] = [own] if world is None else world.allgather(own)
         here = self._hosts[rank][0]
-        self._rank = rank
+        self._rank, self._run_name = rank, "pipeline" if pipe_shape.pipe > 1 else "run"
         self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == here and peer != rank]
         self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
         self._sending: dict[int, Any] = {}
@@ -68,6 +73,8 @@ class Heartbeat:
         """Time of a signal still handled by the script, perhaps."""
         self._resumed = 0.0
         """Time at which this process last went on after it was stopped; its waiting counts from there."""
+        self.farewell: Callable[[int], None] = lambda status: None
+        """Function that is told the exit status before this process is ended from here, and has a few seconds."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
@@ -120,11 +127,18 @@ class Heartbeat:
                 self._take_in(signals)
                 self._check(now)
             except Exception as error:  # a heartbeat that fails must not take a healthy run with it
-                _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
+                _say(f"warning: the {self._run_name}'s heartbeat: {type(error).__name__}: {error}")
 
     def _check(self, now: float) -> None:
         """End a process that has waited too long at the time of a beat: in a step since the last progress anywhere,
         else since its own progress."""
+        # Rank 0 last, as with its coordinator jax would end the others, and not say for whom either.
+        if self._per_stage > 1 and self._gossip.longest_silence(now) > LOST_S + 2 * _BEAT_S * (self._rank == 0):
+            _end(
+                f"error: {self._run_name} ended: {self._silent()}; {self._story(now - self._status.since)}",
+                1,
+                self.farewell,
+            )
         if self._patient():
             quiet = now - max(self._status.since, self._signalled, self._resumed)
             allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
@@ -134,7 +148,8 @@ class Heartbeat:
         else:
             return
         if quiet > allowed:
-            _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
+            story = "; ".join(filter(None, (self._story(now - self._status.since), self._silent())))
+            _end(f"error: pipeline stalled: {story} ({setting} = {allowed:g})", 1, self.farewell)
 
     def _patient(self) -> bool:
         """Return True if this process does something slow: a handler of signals, too, may save."""
@@ -197,9 +212,9 @@ class Heartbeat:
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
         cause = cause or self._silent() or "told to end (SIGTERM)"
         if dead or self._rank == 0:
-            _say(f"error: pipeline ended: {cause}; {self._story(waited)}")
+            _say(f"error: {self._run_name} ended: {cause}; {self._story(waited)}")
         time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
-        _end("", _TERMINATED)
+        _end("", _TERMINATED, self.farewell)
 
     def _gone(self) -> list[int]:
         """Return the ended processes of this host."""
@@ -219,7 +234,7 @@ class Heartbeat:
     def _story(self, waited: float) -> str:
         status, who = self._status, "this process"
         if self._comm is not None:
-            who = f"rank {self._rank} (place {self._rank // self._per_stage} of the pipe)"
+            who = f"rank {self._rank}{f' ({place})' if (place := self._place(self._rank)) else ''}"
         whom = ""
         if status.waiting and not status.running:
             pp_rank = self._pipe_shape.rank_of(status.waiting[0].sender)
@@ -227,14 +242,15 @@ class Heartbeat:
             if heard := self._gossip.report(rank):
                 ago = time.monotonic() - heard[1]
                 whom = f" ({self._name(rank)}: finished {heard[0].finished}, {heard[0].does}, heard {ago:.1f} s ago)"
-        silent = self._silent()
-        return (
-            f"step {status.step}: {who} has finished {status.finished} and "
-            f"{status.describe()}{whom}, for {waited:.1f} s" + (f"; {silent}" if silent else "")
-        )
+        does = f"{status.describe()}{whom}, for {waited:.1f} s"
+        return f"step {status.step}: {who} has finished {status.finished} and {does}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (place {rank // self._per_stage} of the pipe, host {self._hosts[rank][0]})"
+        place = self._place(rank)
+        return f"rank {rank} ({f'{place}, ' if place else ''}host {self._hosts[rank][0]})"
+
+    def _place(self, rank: int) -> str:
+        return f"place {rank // self._per_stage} of the pipe" if self._pipe_shape.pipe > 1 else ""
 
 
 def _has_ended(pid: int) -> bool:
@@ -252,8 +268,11 @@ def _say(line: str) -> None:
         os.write(sys.stderr.fileno(), (line + "\n").encode(errors="replace"))
 
 
-def _end(line: str, status: int) -> None:
-    """Leave at once: an orderly exit would wait in MPI or jax for the missing process."""
+def _end(line: str, status: int, farewell: Callable[[int], None]) -> None:
+    """Leave at once: an orderly exit would wait in MPI or jax for the missing process, as the main thread does."""
     if line:
         _say(line)
+    told = threading.Thread(target=farewell, args=(status,), daemon=True)  # it may wait for a service
+    told.start()
+    told.join(_FAREWELL_S)
     os._exit(status)

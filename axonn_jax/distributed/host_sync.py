@@ -90,6 +90,12 @@ class MpiSync(HostSync):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pending: tuple[Any, np.ndarray, np.ndarray] | None = None
 
+    def another(self) -> "MPI.Comm | None":
+        """Return another communicator of these ranks, for a thread; None where MPI allows none. Collective."""
+        from mpi4py import MPI
+
+        return self._comm.Dup() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
+
     def _all_gather(self, own: np.ndarray) -> np.ndarray:
         everyone = np.empty((self.size, *own.shape), own.dtype)
         self._wait(self._comm.Iallgather(own, everyone))
@@ -186,6 +192,8 @@ def host_sync(grid: Grid) -> HostSync:
 def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None]:
     """Run a part in which each process may fail, and raise the first one's error on all of them.
 
+    The field of a ``UserError`` says whose it is, where the first process has none.
+
     Args:
         sync: Connection of the processes, all of which must run the part.
         kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
@@ -200,5 +208,8 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
     for rank, text in enumerate(sync.gather(fault)):
         if text and rank == sync.rank and error_here is not None:
             raise error_here  # as it is: a value that is no text is shown as one elsewhere
+        if text and kind is UserError:
+            field, value, accepted = json.loads(text)
+            raise UserError(f"rank {rank}'s {field}" if rank else field, value, accepted)
         if text:
             raise kind(*json.loads(text))

@@ -41,16 +41,14 @@ class Run:
     def __init__(self, config: Config, data: Corpora, world: World, trainer: Trainer, sync: HostSync):
         self.config, self.data, self.trainer, self.engine, self.sync = config, data, trainer, trainer.engine, sync
         self.shape = shape = config.model.shape()
-        self.directory = Path(config.log.dir)
-        self.first = world.rank == 0
+        self.directory, self.first = Path(config.log.dir), world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
-        held_out = {c.name: self._loader(path=c.manifest, split="valid", shuffle=False) for c in data.evaluated}
-        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out.items()}
-        self.tokens = config.train.global_batch * shape.seq_len
-        self.rate = learning_rate(config.train)
+        held_out = ((c.name, self._loader(path=c.manifest, split="valid", shuffle=False)) for c in data.evaluated)
+        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out}  # one at a time
+        self.tokens, self.rate = config.train.global_batch * shape.seq_len, learning_rate(config.train)
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
         self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say, behind=self.start)
@@ -83,6 +81,8 @@ class Run:
             asked = trackers_of(config.log, self.lines)
             self.trackers = started(asked, self.directory, settings_by_name(config), self.start, self.say)
         ending.enter_context(self.trackers)
+        if self.engine.heartbeat is not None:
+            self.engine.heartbeat.farewell = self.trackers.finish
         losses = held_out_losses(self.directory if self.first and self.start else None, self.sync)
         self.best = Best((step, loss) for step, loss, _ in losses)
         self.checkpoints.recall({step: loss for step, loss, complete in losses if complete})

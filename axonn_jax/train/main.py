@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
 from axonn_jax.channels import choose
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
-from axonn_jax.distributed.host_sync import HostSync, host_sync, together
+from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, together
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.processes import World
 from axonn_jax.documents import Held, held, in_sight, made
@@ -29,9 +28,10 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
-from axonn_jax.terminal import last_flush, say
+from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK, Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.loop import Run
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
@@ -42,19 +42,12 @@ _OVER = 1.5
 """Memory of a virtual device over the planner's prediction: 1.27 to 1.40 for 8 to 32 of them on two cores, growing."""
 
 
-def train(config: Config, report: Callable[[BaseException], int]) -> int:
-    """Train as a checked config says and leave a run directory; return the exit status.
-
-    `report` prints an error for people and gives its exit status: of several processes one that fails ends at once.
-    """
-    world, grid = start(config.grid, settings=to_toml(config))
-    with _all_or_nothing(world, report):
-        sync = host_sync(grid)
-        with only_run_in(config.log.dir, sync, say):
-            status = _train(config, world, grid, sync)
-        if status and world.size > 1:
-            _leave(status)
-    return status
+def train(config: Config) -> int:
+    """Train as a checked config says and leave a run directory; return the exit status."""
+    world, grid = start(config.grid, settings=to_toml(config), channel=config.pipeline.channel)
+    sync = host_sync(grid)
+    with only_run_in(config.log.dir, sync, say):
+        return _train(config, world, grid, sync)
 
 
 def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
@@ -79,7 +72,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
     if grid.shape.pipe > 1:
-        choose(config.pipeline.channel, grid.size)  # bad input is one line
+        with together(sync):  # processes may have different cores and packages
+            choose(config.pipeline.channel, grid.size)
     if world.rank == 0:  # before arrays are made: a process that ends there leaves a log of its settings
         for line in (describe(world, grid), *lines):
             say(line)
@@ -101,8 +95,12 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         pipeline=config.pipeline,
         prune=config.prune,
     )
+    engine = trainer.engine
+    if isinstance(engine, SpmdEngine) and isinstance(sync, MpiSync) and (another := sync.another()) is not None:
+        engine.watch(another)
     run = Run(config, data, world, trainer, sync)
-    with StopSignals(sync, trainer.engine.peer_failed) as stop:
+    peer_failed = engine.heartbeat.peer_failed if engine.heartbeat is not None else lambda: False
+    with StopSignals(sync, peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
@@ -169,25 +167,6 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: boo
     dtype = precisions(config.memory.precision).compute.name
     rule = shape.attention_rule(0)
     return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, rule, packed=packed)
-
-
-@contextlib.contextmanager
-def _all_or_nothing(world: World, report: Callable[[BaseException], int]) -> Iterator[None]:
-    """End a failed process of several at once, so that its launcher ends the others."""
-    try:
-        yield
-    except BaseException as error:
-        if world.size == 1 or isinstance(error, SystemExit):
-            raise
-        _leave(report(error))
-
-
-def _leave(status: int) -> None:
-    """End the process at once; the launcher ends the others."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    last_flush()
-    os._exit(status)
 
 
 @contextlib.contextmanager

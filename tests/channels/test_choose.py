@@ -16,6 +16,7 @@ import pytest
 from axonn_jax.channels import choose, open_channel
 from axonn_jax.channels.base import Ports
 from axonn_jax.channels.buffers import DeviceBuffers, HostBuffers, choose_buffers, takes_device_memory
+from axonn_jax.channels.mpi4jax import pool_threads, widen_pool
 from axonn_jax.errors import UserError
 
 
@@ -210,3 +211,21 @@ def test_the_devices_context_becomes_the_threads(tmp_path):
 
 def test_cpu_devices_are_sent_from_as_before():
     assert isinstance(choose_buffers([], jax.devices()[:1], NO_MPI), HostBuffers)
+
+
+@pytest.mark.parametrize(
+    ("cores", "user", "threads", "then"),
+    [
+        ({0}, {}, 1, {"NPROC": "2"}),
+        ({0}, {"NPROC": "1"}, 1, {"NPROC": "1"}),  # the user's number stays, and is refused by `check_pool`
+        ({0, 1}, {"PJRT_NPROC": "1", "NPROC": "4"}, 1, {"PJRT_NPROC": "1", "NPROC": "4"}),
+        ({0}, {"NPROC": "4"}, 4, {"NPROC": "4"}),
+        ({0, 1}, {"NPROC": "many"}, 2, {"NPROC": "many"}),  # which XLA does not read
+    ],
+)
+def test_mpi4jax_has_two_threads_unless_the_user_has_chosen(cores, user, threads, then, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    environ = dict(user)
+    assert pool_threads(environ) == threads
+    widen_pool(environ)
+    assert environ == then

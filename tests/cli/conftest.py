@@ -21,7 +21,7 @@ BASE = {
 def place(tmp_path, monkeypatch):
     """An empty current directory, in which a run that would start fails."""
 
-    def train(config, report):
+    def train(config):
         raise AssertionError("training was started")
 
     module = types.ModuleType("axonn_jax.train.main")

@@ -204,39 +204,60 @@ OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WOR
 @pytest.mark.parametrize(
     ("environ", "ranks"),
     [
-        ({}, (0, 0)),
-        (OMPI, (3, 1)),
-        (OMPI | {"OMPI_COMM_WORLD_SIZE": "1"}, (0, 0)),
-        ({"OMPI_COMM_WORLD_RANK": "3"}, (0, 0)),
-        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 0)),
-        ({"PMIX_RANK": "2", "PMIX_SIZE": "4"}, (2, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"}, (1, 0)),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 1)),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, (0, 0)),
+        ({}, (0, 1, 0)),
+        (OMPI, (3, 4, 0)),
+        (OMPI | {"OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, 0)),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, (0, 1, 0)),
+        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 1, 0)),
+        ({"PMIX_RANK": "2", "PMIX_SIZE": "4"}, (2, 4, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 0)),
+        ({"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, (1, 2, 0)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 8, 1)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, (0, 1, 0)),
         # mpirun in a Slurm batch shell: every process inherits the batch step's SLURM_PROCID
-        (OMPI | {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (3, 1)),
+        (OMPI | {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (3, 4, 0)),
     ],
 )
 def test_rank(environ, ranks):
     assert rank_of(environ) == ranks
 
 
+def of_slurm(rank, local):
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(os.getpid())}
+    return {**job, "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": str(local)}
+
+
+@pytest.mark.parametrize("error", [UserError("train.lr", 1, "2"), OSError("no disk")], ids=["mistake", "failure"])
 @pytest.mark.parametrize(
-    ("rank", "local", "field", "speaks"),
-    [
-        (0, 0, "train.lr", True),
-        (1, 1, "train.lr", False),
-        (4, 0, "train.lr", False),
-        (4, 0, "data.path", True),  # may be missing on that host alone
-        (5, 1, "data.path", False),
-    ],
+    "environ",
+    [{}, OMPI | {"OMPI_COMM_WORLD_RANK": "0"}, OMPI, of_slurm(4, 0)],
+    ids=["alone", "first", "last", "first on a host"],
 )
-def test_one_process_speaks(monkeypatch, capsys, rank, local, field, speaks):
-    for name, number in {"RANK": rank, "SIZE": 8, "LOCAL_RANK": local}.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(number))
+def test_a_process_that_nobody_has_ended_tells_what_it_met_and_who_it_is(environ, error, monkeypatch, capsys):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
     monkeypatch.setattr(command_line, "_GRACE_S", 0.0)
-    assert report(UserError(field, 1, "2")) == 2
-    assert capsys.readouterr().err == (f"error: {field} = 1: 2\n" if speaks else "")
+    monkeypatch.setattr(command_line, "_APART_S", 0.0)
+    rank = rank_of(os.environ)[0]
+    assert report(error) == (2 if isinstance(error, UserError) else 1)
+    said = "train.lr = 1: 2\n" if isinstance(error, UserError) else "OSError: no disk (set "
+    assert capsys.readouterr().err.startswith(f"error: {f'rank {rank}: ' if rank else ''}{said}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_later_task_of_slurm_tells_a_mistake_that_the_first_on_its_host_has_not_met(monkeypatch, capsys):
+    """Slurm may let tasks live where one has failed: they would all tell what the first one has told."""
+    for name, text in of_slurm(5, 1).items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(command_line, "_GRACE_S", 0.0)
+    monkeypatch.setattr(command_line, "_APART_S", 0.0)
+    mistake = UserError("train.lr", 1, "2")
+    assert report(mistake) == 2
+    assert capsys.readouterr().err == ""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=of_slurm(4, 0)) as first:
+        assert report(mistake) == 2
+        first.communicate(b"\n")
+    assert capsys.readouterr().err == "error: rank 5: train.lr = 1: 2\n"
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):

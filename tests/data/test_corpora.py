@@ -1,5 +1,6 @@
 """Mixed corpora: shares exact at any place, epochs of each, and the same rows however the stream is cut."""
 
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_neither_the_order_nor_the_scale_of_weights_says_anything(place, order, 
     assert data.fingerprint() == other.fingerprint()
     changed = {**WEIGHTS, "few": 0.2}, {"code": 0.6, "text": 0.4}, {"code": 1}, {"code": 0.3, "text": 0.6, "few": 0.1}
     assert len({data.fingerprint(), *(load(place, weights).fingerprint() for weights in changed)}) == 5
+
+
+def test_many_shards_of_many_corpora_keep_few_files_open(tmp_path):
+    """A process may have 1024 open files; a loader keeps 128, not as many for each corpus."""
+    mixed.write(tmp_path, "code", 300, vocab=280, shard_tokens=10)
+    shutil.copytree(tmp_path / "code", tmp_path / "copy")
+    data = load(tmp_path, {"code": 1, "copy": 1})
+    assert min(len(corpus.manifest.splits["train"].shards) for corpus in data.trained) > 128
+    loader = Loader(data, seq_len=SEQ, global_batch=120, verify=False, prefetch=0)
+    for _ in range(2):
+        next(loader)
+        files = [Path(f"/proc/self/fd/{descriptor}").resolve() for descriptor in os.listdir("/proc/self/fd")]
+        assert 100 < sum(file.is_relative_to(tmp_path) for file in files) <= 128
 
 
 def test_each_corpus_has_epochs_of_its_own_in_which_every_sample_is_read_once(place):

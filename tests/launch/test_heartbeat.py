@@ -103,7 +103,7 @@ class Run:
 
 @pytest.fixture
 def clock(monkeypatch):
-    def end(line, status):
+    def end(line, status, farewell):
         assert status == 1
         raise Ended(line)
 
@@ -178,6 +178,31 @@ def test_every_rank_is_told_of_one_that_stopped(clock):
         assert "nothing heard of rank 201 (place 25 of the pipe, host host201) for " in line
     for beside in (193, 209):  # those that exchange activations with it know what it did
         assert "it had finished nothing yet in step 0 and is at the update of bucket 3" in run.ended[beside][1]
+
+
+@pytest.mark.parametrize("size", [2, 20])
+def test_processes_of_one_mesh_end_at_a_silence_and_say_whose(size, clock):
+    """Their steps may take longer than any stall, and jax and gloo would end them 30 s behind the silence's begin."""
+    run = Run(clock, pipe=1, per_stage=size, waiting=range(size))
+    run.passes(8 * TIMEOUT, moving=range(size))
+    assert not run.ended
+    began, silent = clock.now, size - 1
+    run.stopped.add(silent)
+    run.passes(heartbeat_module.LOST_S - 1, moving=range(size))
+    assert not run.ended
+    run.passes(5, moving=range(size))
+    assert run.ended.keys() == set(range(size)) - {silent}
+    for rank, (at, line) in run.ended.items():
+        assert at - began < 25
+        assert f"error: run ended: nothing heard of rank {silent} (host host{silent}) for 2" in line
+        assert f"; step 0: rank {rank} has finished nothing yet" in line
+
+
+def test_processes_of_one_mesh_wait_for_one_that_compiles(clock):
+    run = Run(clock, pipe=1, per_stage=2)  # which has the longest time, too, as PATIENCE has it
+    run.stopped.add(1)
+    run.passes(100)
+    assert not run.ended
 
 
 def test_one_that_goes_on_is_no_longer_accused(clock):
@@ -256,6 +281,6 @@ def test_sigterm_without_a_handler_ends_the_process_once_it_has_said_so(monkeypa
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: said, lambda: "no word", 20)
     heartbeat.close()
-    assert said[0] == ("", 128 + signal.SIGTERM)
+    assert said[0][:2] == ("", 128 + signal.SIGTERM)
     assert "told to end (SIGTERM); step 0: rank 0 (place 0 of the pipe)" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -43,7 +43,7 @@ def outcome(call, *arguments):
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(LAUNCHERS), VALUES, max_size=len(LAUNCHERS)))
 def test_any_variables_make_a_world_or_one_line(environ):
-    rank, _ = rank_of(environ)
+    rank, *_ = rank_of(environ)
     assert rank >= 0
     assert slurm(environ).check == "slurm"
     found = outcome(detect, environ, mpi)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -10,11 +11,18 @@ from jax._src import distributed
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonn_jax as ax
+from axonn_jax import compat
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.distributed.host_sync import host_sync
 
 grid = ax.init(x=2)
+client, early = distributed.global_state.client, compat.FailingBarrier()
+while grid.rank == 0 and not client.key_value_dir_get("axonn_jax/barrier/"):
+    time.sleep(0.02)  # the first process begins its first save last: the other waits for it already
+early.begin(0)
+early(key="early", timeout_ms=10_000)
+
 copy, failing = orbax.snapshot, (2, 4)
 split = NamedSharding(grid.mesh, PartitionSpec("x"))
 values = np.arange(64, dtype=np.float32)
@@ -30,6 +38,6 @@ for step in range(1, 7):
     orbax.snapshot = snapshot
     saver.save(step, {"params.w": jax.make_array_from_callback(values.shape, split, lambda index: values[index])}, {})
     said.append(saver.settle())
-    keys.append(len(distributed.global_state.client.key_value_dir_get("axonn_jax/")))
+    keys.append(len(client.key_value_dir_get("axonn_jax/")))
 saver.close()
 print(json.dumps({"rank": grid.rank, "said": said, "keys": keys[-2:]}), flush=True)

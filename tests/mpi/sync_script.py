@@ -19,5 +19,5 @@ for sync in (MpiSync(MPI.COMM_WORLD), JaxSync(grid)):
             if sync.rank == 1:
                 raise UserError("a.field", 3, "x" * 5000)
     except UserError as error:
-        got.append([error.field, str(error.value), len(error.accepted)])
+        got.append([error.field.removeprefix("rank 1's "), str(error.value), len(error.accepted)])
 print(json.dumps({"rank": grid.rank, "got": got}), flush=True)

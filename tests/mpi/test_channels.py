@@ -139,7 +139,7 @@ def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatc
     _, reports, err = start(2, (), ["mpi4jax/traffic/1"])
     errors = [report["error"] for report in reports["mpi4jax/traffic/1"].values()]
     assert len(errors) == 2, err[-3000:]
-    assert all("pipeline.channel = 'mpi4jax': mpi4py in processes of one CPU core" in error for error in errors)
+    assert all("pipeline.channel = 'mpi4jax': mpi4py where jax's CPU pool has one thread" in error for error in errors)
 
 
 @OF_OPEN_MPI_5

@@ -110,6 +110,17 @@ class TestFaults:
     def test_a_stopped_rank_ends_all(self, setup, rank, launch, capsys):
         stop(launch, setup, rank, moment(random.Random()), capsys)
 
+    @pytest.mark.parametrize(("size", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+    def test_a_stopped_rank_of_one_mesh_is_named(self, size, rank, launch):
+        """Jax alone would end the others later, by abort."""
+        with launch({"grid_data": size}, train_global_batch=12 * size) as run:
+            run.wait_for("step 1/")
+            time.sleep(1)  # behind its second step it is no longer taken to compile
+            os.kill(run.ranks()[rank], signal.SIGSTOP)
+            run.wait_for_error(rf"^error: run ended: nothing heard of rank {rank} \(host \S+\) for \d+ s", 60)
+            run.wait_until_gone(ENDED_S, stopped=(rank,))
+            assert run.mpirun.returncode != 0
+
     @pytest.mark.slow
     @pytest.mark.parametrize("number", range(REPEATS))
     @pytest.mark.parametrize("setup", SETUPS)

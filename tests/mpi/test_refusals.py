@@ -1,6 +1,8 @@
 """What only several processes together can find wrong: status 2, one line of one process, no run directory."""
 
+import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pretrained
@@ -9,6 +11,9 @@ from launched import UNDER_MPIRUN, command, errors, finished, flags, mpirun, wri
 
 pytestmark = UNDER_MPIRUN
 slow = pytest.mark.slow
+ON_ONE_CORE = pytest.mark.skipif(
+    find_spec("mpi4jax") is None or shutil.which("taskset") is None, reason="no mpi4jax, or no taskset"
+)
 QWEN = pretrained.CONFIGS["qwen3"] | {"num_attention_heads": 4, "vocab_size": 515}
 
 
@@ -73,6 +78,43 @@ def test_what_does_not_fit_the_processes_is_one_line(ranks, options, said, plain
     line = refused(command(plain, run, ranks, **options), run)
     assert said in line
     assert "grid" in line or "pipeline.channel" in line
+
+
+def with_mpi4jax_on_one_core(config, run):
+    short = {"train_steps": 2, "train_warmup": 0, "train_eval_every": 0}
+    core = str(min(os.sched_getaffinity(0)))
+    return ["taskset", "-c", core, *command(config, run, 2, grid_pipe=2, pipeline_channel="mpi4jax", **short)]
+
+
+@ON_ONE_CORE
+def test_mpi4jax_trains_where_a_process_has_one_core(plain, tmp_path):
+    done = finished(with_mpi4jax_on_one_core(plain, tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "channel mpi4jax" in done.stderr
+    assert "trained 2 steps" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
+def test_mpi4jax_beside_one_thread_on_one_rank_is_refused_before_anything_compiles(plain, tmp_path):
+    run = tmp_path / "run"
+    one = command(plain, run, grid_pipe=3, model_layers=3, pipeline_channel="mpi4jax")
+    line = refused(mpirun(1, *one, ":", "-n", "1", "-x", "NPROC=1", *one, ":", "-n", "1", *one), run)
+    assert line.startswith("error: rank 1's pipeline.channel = 'mpi4jax': mpi4py where jax's CPU pool has one thread")
+    assert "NPROC=2 in the environment" in line
+
+
+def test_what_one_rank_alone_finds_missing_it_tells(plain, tmp_path):
+    """No process knows of the others yet, and mpirun ends all when one has ended."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    one = command(plain.name, run, grid_pipe=3)
+    here, there = ["-n", "1", "--wdir", tmp_path], ["-n", "1", "--wdir", elsewhere]
+    line = refused(mpirun(1, *here[2:], *one, ":", *there, *one, ":", *here, *one), run)
+    assert line.startswith("error: rank 1: CONFIG.toml = 'plain.toml': ")
+
+
+def test_what_all_ranks_find_missing_one_tells(tmp_path):
+    refused(command(tmp_path / "none.toml", tmp_path / "run", 3, grid_pipe=3), tmp_path / "run")
 
 
 def test_what_one_process_finds_in_the_data_ends_all(config, prepared, tmp_path):

@@ -23,12 +23,12 @@ from axonn_jax.tracking.records import read_metrics
 
 save = Saver.save
 
-def saving(self, step, *state):
+def saving(self, step, *state, **options):
     print(step, read_metrics(self.directory.parent)[-1]["step"])
     data = self.directory.parent.parent / "data"
     if data.exists():
         data.rename(data.with_name("elsewhere"))
-    save(self, step, *state)
+    save(self, step, *state, **options)
 
 Saver.save = saving
 sys.exit(main(["train", *sys.argv[1:]]))
@@ -69,8 +69,7 @@ def test_a_step_is_written_down_before_it_is_saved(watched):
     assert done.stdout.splitlines() == ["2 2", "4 4", "5 5"]
     seconds = [record["step_s"] for record in read_metrics(place / "run") if "step_s" in record]
     assert len(seconds) == 5
-    least, second, *_ = sorted(seconds)
-    assert least > second / 10
+    assert min(seconds) > 1e-3, "one that was only dispatched is said to have taken some microseconds"
 
 
 def test_a_save_reads_nothing_of_the_data(watched):

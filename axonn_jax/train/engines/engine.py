@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.checkpoint.naming import State
+from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.models.packed import counted_targets, pad_batch
@@ -158,11 +159,13 @@ class TokenBatches(Batches):
 class Engine(Protocol):
     """Steps of a model on a grid; `SpmdEngine` and `PipelineEngine` are the two.
 
-    Every process of the run makes the same calls, but for `params`, `opt_state`, `memory` and `peer_failed`.
+    Every process of the run makes the same calls, but for `params`, `opt_state` and `memory`.
     """
 
     grid: Grid
     steps_done: int
+    heartbeat: Heartbeat | None
+    """Attention to the other processes of the run; None without."""
     stores: Mapping[int, ParamStore[Any]]
     """Stores of all state by rank of the pipe, of the ranks here (0 without a pipeline)."""
 
@@ -223,9 +226,6 @@ class Engine(Protocol):
 
     def saving(self) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context for long work between steps, which keeps peers from taking this process for stuck."""
-
-    def peer_failed(self) -> bool:
-        """True if another process of the run is known to have gone, so that no step will end any more."""
 
     def explain(self, sequences: int) -> list[str]:
         """Lines for people on how a step of so many sequences runs."""

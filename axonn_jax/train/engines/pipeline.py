@@ -15,6 +15,7 @@ from flax import nnx
 
 from axonn_jax.channels import choose
 from axonn_jax.checkpoint.naming import State
+from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
 from axonn_jax.models.protocol import check_model
@@ -85,6 +86,7 @@ class PipelineEngine:
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
+        self.heartbeat: Heartbeat | None = self._links.heartbeat
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore[Any]] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
@@ -198,10 +200,6 @@ class PipelineEngine:
         self._links.status.now("saving")
         yield self._at
         self._links.status.now("between steps")
-
-    def peer_failed(self) -> bool:
-        """True if another process is known to have gone; if so, the watch says which and ends this one."""
-        return self._links.heartbeat.peer_failed()
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the segments and parameters of every stage, and about the schedule."""

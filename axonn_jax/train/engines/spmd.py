@@ -1,6 +1,7 @@
 """SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,9 @@ import optax
 from flax import nnx
 
 from axonn_jax.checkpoint.naming import CARRIED, State, shapes
+from axonn_jax.distributed.bounded import STEPS
+from axonn_jax.distributed.gossip import RankStatus
+from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import Precisions, precisions
@@ -20,6 +24,7 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
+from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
@@ -122,6 +127,8 @@ class SpmdEngine:
         self.steps_done = 0
         self._in_step = False
         self._evaluated: Weights | None = None
+        self._status = RankStatus()
+        self.heartbeat: Heartbeat | None = None
 
     @property
     def programs(self) -> StepPrograms:
@@ -163,6 +170,11 @@ class SpmdEngine:
         """State that a step changes."""
         return TrainState(self.store.model, self._scale, self._carried)
 
+    def watch(self, world: Any) -> None:
+        """Let the processes of an MPI world, which nothing else uses, end where one is silent; collective over it."""
+        self.heartbeat = Heartbeat(self._status, PipelineShape(1, 1), math.inf, world, self.grid)
+        self.heartbeat.start()
+
     def step(self, batch: Any) -> StepMetrics:
         """Dispatch an optimizer step and return once that of the step before the last has ended.
 
@@ -173,6 +185,8 @@ class SpmdEngine:
             self._check_whole()
         self._settle(batch)
         given, key = self.batches.shard(batch), self._step_key(self.steps_done)
+        self._status.step, self._status.finished = self.steps_done + 1, f"step {max(0, self.steps_done - STEPS)}"
+        self._status.now("compiling" if self.programs.first_step is None else "in a step", running="its program")
         run = self.programs.step(self.train_state, given, key, self.store.frozen.arrays)
         self._in_step = True
         # One statement: Ctrl-C comes before all of it or after.
@@ -220,6 +234,7 @@ class SpmdEngine:
 
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
         self._settle(batch)
+        self._status.now("compiling")  # until the next step; the first evaluation does compile
         return self.programs.evaluate(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def numbers(self, batch: Any, loss: Any = None) -> Any:
@@ -256,13 +271,11 @@ class SpmdEngine:
     def _named_carried(self) -> State:
         return {CARRIED + name: value for name, value in self._carried.items()}
 
-    def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Do nothing: an SPMD process has no heartbeat."""
-        return contextlib.nullcontext(lambda what: None)
-
-    def peer_failed(self) -> bool:
-        """Return False: jax itself ends a process whose peer is gone."""
-        return False
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
+        self._status.now("saving")
+        yield lambda what: self._status.now(running=what)
+        self._status.now("between steps")
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the communication that nothing hides in a step of so many sequences."""
@@ -277,4 +290,6 @@ class SpmdEngine:
         return []
 
     def close(self) -> None:
-        """Do nothing: there are no threads to end."""
+        """End the heartbeat's thread."""
+        if self.heartbeat is not None:
+            self.heartbeat.close()
