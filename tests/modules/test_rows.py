@@ -1,5 +1,10 @@
 """Losses of strangers beside a loop with optax on one device: exact on every grid, or a line that says what differs."""
 
+import json
+import os
+import sys
+from pathlib import Path
+
 import any_models as models
 import grids
 import jax
@@ -8,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from launched import ROOT, finished
 from row_losses import CASES, MASKED, ROWS, WIDTH, Mlp, X, contrastive, each_row, masked, square, written_for_pmap
 
 import axonn_jax as ax
@@ -238,3 +244,43 @@ def test_an_evaluation_before_the_first_step_does_not_stand_for_it():
     assert trainer.engine.program.way == "parts"
     trainer.step(X)
     assert trainer.engine.program.way == "whole"
+
+
+def test_a_proof_that_cannot_be_made_leaves_no_parts(capfd):
+    """The loss of one device fails, as it counts on a mesh: the rows of all replicas, or a refusal of microbatches."""
+
+    def loss(model, batch):
+        if jax.sharding.get_abstract_mesh().empty:
+            raise RuntimeError("no mesh")
+        return contrastive(model, batch)
+
+    def trainer(**options):
+        return ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss, **options)
+
+    first = trainer()
+    assert float(first.step(X)["loss"]) == pytest.approx(float(contrastive(Mlp(), X)), rel=1e-6)
+    assert first.engine.program.way != "parts"
+    assert "not compared, as the loss of all rows at once fails: RuntimeError: no mesh" in capfd.readouterr().err
+    with pytest.raises(UserError, match='microbatches = 3: rows="parts" where no row sees another, which cannot be'):
+        trainer(microbatches=3).step(X)
+
+
+X64 = """
+import jax, numpy as np, optax
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 2)
+import axonn_jax as ax
+from row_losses import Mlp, X, contrastive
+
+trainer = ax.Trainer(Mlp(), optax.sgd(0.1), ax.init(data=2), loss=contrastive)
+print([float(trainer.step(X)["loss"]), float(contrastive(Mlp(), X))], trainer.engine.program.way)
+"""
+
+
+def test_a_loss_that_sees_other_rows_is_known_with_numbers_of_eight_bytes():
+    done = finished([sys.executable, "-c", X64], PYTHONPATH=f"{ROOT}{os.pathsep}{Path(__file__).parent}")
+    assert "not compared" not in done.stderr
+    values, way = done.stdout.rsplit(" ", 1)
+    got, want = json.loads(values)
+    assert got == pytest.approx(want, rel=1e-6)
+    assert way == "whole\n"

@@ -137,12 +137,15 @@ def constant_key() -> jax.Array:
 
 @jax.jit
 def _moved(value: jax.Array, signs: list[jax.Array], relative: float, absolute: float) -> jax.Array:
-    """Return a parameter with noise of a part of its root mean square and of a size, the same in every layout."""
+    """Return a parameter with noise of a part of its root mean square and of a size, the same in every layout.
+
+    It keeps its dtype, which under `jax_enable_x64` the signs and sizes would widen: the program takes no other.
+    """
     noise = jnp.ones(_SUMS)
     for each in signs:
         noise = noise[..., None, :] * each
     size = relative * jnp.sqrt(jnp.mean(jnp.square(value))) + absolute
-    return value + size * jnp.mean(noise, -1) * _SUMS**0.5
+    return value + (size * jnp.mean(noise, -1) * _SUMS**0.5).astype(value.dtype)
 
 
 @partial(jax.jit, static_argnums=2)

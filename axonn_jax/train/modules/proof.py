@@ -56,7 +56,7 @@ class Proof:
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._mesh = program.grid.mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._half, self._couples, self._share = False, False, 1.0
+        self._rows, self._half, self._couples, self._share = rows, False, False, 1.0
         alone = shape.devices == batches.microbatches == 1
         self._due: int | None = None if alone or rows == "parts" else 0
         """Number of the next step before which results are compared; None for no more."""
@@ -98,11 +98,7 @@ class Proof:
         except UserError:
             raise
         except Exception as error:  # of a stranger's code, which a step will meet too
-            try:
-                self._run(self.way, self._batches, params, carried, batch)(0.0)
-            except Exception:  # of split layers, about shards
-                raise error from error.__cause__
-            return [f"rows: not compared with the loss of all rows at once, which fails: {first_line(error)}"]
+            return [self._unproven(error, params, carried, batch)]
         by_way, lines, noisy = dict[Way, Results](), list[str](), None
         for way in _WAYS[_WAYS.index(self.way) :]:
             try:
@@ -134,6 +130,29 @@ class Proof:
         count = self._batches.microbatches
         changed = f"; microbatches = {count} change what is learned, 1 would not" if count > 1 else ""
         return [self._line(lines[0] + changed)]
+
+    def _unproven(self, error: Exception, params: Params, carried: Params, batch: Any) -> str:
+        """Take a way that needs no proof, as the loss of all rows at once fails with an error; return a line about it.
+
+        Parts of the rows are none: nothing says that rows do not see each other. Raises the error where no way runs.
+        """
+        why = f"the loss of all rows at once fails: {first_line(error)}"
+        runs: list[Way] = []
+        for way in _WAYS[::-1]:
+            try:
+                self._run(way, self._batches, params, carried, batch)(0.0)
+                runs.append(way)
+            except Exception:  # of split layers, about shards
+                continue
+        if not runs:
+            raise error from error.__cause__
+        count = self._batches.microbatches
+        whole = next((way for way in _WAYS[1:] if way in runs), None)
+        if whole is None or (count > 1 and self._rows == "auto"):
+            field, value = ("rows", "auto") if whole is None else ("microbatches", count)
+            raise UserError(field, value, f'rows="parts" where no row sees another, which cannot be proven: {why}')
+        self.way = whole
+        return self._line(f"not compared, as {why}")
 
     def _line(self, reason: str) -> str:
         mends = "" if self._program.weight else " (weight= keeps the mean of what a mask counts in parts)"
