@@ -17,6 +17,7 @@ from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, 
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
+_BASE = 2048  # of digits
 _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
 _Divisor = Annotated[float, Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST)]
 _Temperature = Annotated[float, Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True)]
@@ -45,7 +46,8 @@ class Sampling(Settings):
     top_k: CountOrZero = 50
     """Number of likeliest tokens to draw from; 0: all."""
     top_p: Density = 1.0
-    """Total probability of the likeliest tokens to draw from; 1: all tokens."""
+    """Total probability of the likeliest tokens to draw from, no more of them than reach it, of equal ones the lowest
+    ids; 1: all tokens."""
     min_p: Share = 0.0
     """Least probability of a drawn token, as a share of the likeliest one's."""
     seed: Seed = 0
@@ -88,7 +90,7 @@ def choose(
     `keys` [rows, 2] seed the noise, `positions` [rows] are the new tokens', `seen` [rows, vocab/Gy] marks tokens of the
     text. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`: an all-reduce of a
     number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k` so many; `top_p`
-    without it 32 all-reduces of a number a row.
+    without it 34 all-reduces of three numbers a row and a gather of one a row and device.
     """
     logits = logits.astype(jnp.float32)
     wrong = all_reduce(jnp.sum(jnp.isnan(logits) | (logits == jnp.inf), -1, dtype=jnp.int32), VOCAB_AXIS) > 0
@@ -153,22 +155,46 @@ def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax
     else:
         top = all_reduce_max(jnp.max(logits, -1, keepdims=True), VOCAB_AXIS)
         if form.top_p:
-            logits = jnp.where(ordered(logits) >= _nucleus(logits, top, numbers[2]), logits, -jnp.inf)
+            logits = jnp.where(_nucleus(logits, top, numbers[2]), logits, -jnp.inf)
     if form.min_p:
         logits = jnp.where(logits >= top + numbers[3], logits, -jnp.inf)
     return logits, ids
 
 
 def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
-    """The lowest of `ordered` logits above which less than `p` of the probability lies, [rows, 1], by bisection."""
-    places, weights = ordered(logits), jnp.exp(logits - top)
-    enough = p * all_reduce(jnp.sum(weights, -1, keepdims=True), VOCAB_AXIS)
+    """Mask of the fewest tokens [rows, vocab/Gy], the likeliest first and of equal ones the lowest ids, that reach `p`.
 
-    def has_more_above(place: jax.Array) -> jax.Array:
-        above = all_reduce(jnp.sum(jnp.where(places > place, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
-        return ~(above < enough)
+    The least of their logits is found by bisection. Sums are of whole numbers, so equal on every grid: with rounded
+    ones the number of the equal tokens would depend on their order.
+    """
+    places, digits = ordered(logits), _digits(jnp.exp(logits - top))
 
-    return bisected(jnp.full(top.shape, -(2**31), jnp.int32), ordered(top), has_more_above)[1]
+    def mass(mask: jax.Array) -> jax.Array:
+        return all_reduce(jnp.sum(jnp.where(mask, digits, 0), -1, keepdims=True), VOCAB_AXIS)
+
+    enough = p * _number(mass(jnp.ones_like(places, bool)))
+    lowest = jnp.full(top.shape, -(2**31), jnp.int32)
+    _, least = bisected(lowest, ordered(top), lambda place: ~(_number(mass(places > place)) < enough))
+    tied = (places == least).astype(jnp.int32)
+    counts, shard = _everywhere(jnp.sum(tied, -1, keepdims=True)), shard_offset(VOCAB_AXIS, 1)
+    before = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < shard, counts, 0), -1, keepdims=True)
+    rank = (before + jnp.cumsum(tied, -1) - tied).astype(jnp.uint32)
+    missing = _number(mass(places > least) + rank * digits) < enough
+    return (places > least) | ((tied > 0) & (missing | (rank == 0)))  # a `p` near 0 leaves one too
+
+
+def _digits(weights: jax.Array) -> jax.Array:
+    """Digits [3, ...] to the base 2048 behind the point of numbers from 0 to 1, of which 2^20 have a sum in uint32."""
+    first = jnp.floor(weights * _BASE)
+    rest = weights * _BASE - first
+    second = jnp.floor(rest * _BASE)
+    return jnp.stack([first, second, jnp.round((rest * _BASE - second) * _BASE)]).astype(jnp.uint32)
+
+
+def _number(digits: jax.Array) -> jax.Array:
+    """Return the float32 of digits or of sums of digits, times the base; only the two additions round."""
+    first, second, third = digits.astype(jnp.float32)
+    return first + (second / _BASE + third / _BASE**2)
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
