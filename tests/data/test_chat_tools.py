@@ -52,6 +52,7 @@ ROWS = [
     {"messages": CALLED[:1] + PLAIN[1:], "tools": None},
     {"messages": [*SYSTEM, *PLAIN], "tools": ""},
     {"messages": [*SYSTEM, *PLAIN]},
+    {"messages": [CALLED[0], {**CALLED[1], "reasoning": "the rain"}, *CALLED[2:]], "tools": TOOLS},
 ]
 
 
@@ -86,7 +87,8 @@ def test_chats_with_tools_are_those_of_transformers(tmp_path, name, place):
     """Prepared, and as questions to a model that has the templates of its training."""
     folder = tokenizer(tmp_path / "t", TEMPLATES[name], place)
     manifest, notes = instruction_data.prepared(tmp_path, ROWS, folder, 1500, template="chat", loss="all")
-    assert not any("keys not read" in note and "tools" in note for note in notes)
+    read = "reasoning_content" in TEMPLATES[name]["default"]
+    assert any("reasoning of messages (1 rows)" in note for note in notes) != read
     found = sorted(list(ids) for ids, _ in instruction_data.all_documents(manifest, 1500))
     want = texts(folder, ROWS)
     assert found == sorted(want)
@@ -113,6 +115,17 @@ def test_the_folder_of_templates_stands_in_the_place_of_others(tmp_path):
         assert made == texts(folder, rows, tokenize=False) == ["with tools", "with tools", "another"]
 
 
+def test_rows_of_another_template_leave_none_of_the_model_beside_it(tmp_path):
+    folder = tokenizer(tmp_path / "t", TEMPLATES["hermes 3"], "files")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
+    kept = []
+    for template in ("chat", str(tmp_path / "own.jinja")):
+        instruction_data.prepared(tmp_path, ROWS, folder, 1500, template=template, loss="all")
+        kept.append((tmp_path / "out" / "additional_chat_templates").exists())
+    assert kept == [True, False]
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+
+
 def test_templates_for_tools_alone_need_tools(tmp_path):
     folder = tokenizer(tmp_path / "t", {"tool_use": "{{ tools | length }}", "rag": ""}, "files")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -134,9 +147,9 @@ def test_tools_that_a_template_does_not_take_are_told(tmp_path, capsys):
     folder = instruction_data.tokenizer(tmp_path / "t")
     rows = [{"messages": [PLAIN[0], {"role": "assistant", "content": f"the {n}"}], "tools": TOOLS} for n in range(8)]
     for template in ("chat", "alpaca"):
-        _, notes = instruction_data.prepared(tmp_path, [*rows, *ROWS[3:]], folder, 200, template=template)
+        _, notes = instruction_data.prepared(tmp_path, [*rows, *ROWS[3:7]], folder, 200, template=template)
         assert "keys not read: tools (8 rows)" in notes
-    path = instruction_data.write(tmp_path / "asked.jsonl", [rows[0], *ROWS[3:]])
+    path = instruction_data.write(tmp_path / "asked.jsonl", [rows[0], *ROWS[3:7]])
     prompts_of(Generate(folder, chat=True, prompts=path), load(folder / "tokenizer.json"), 4096, 1 << 20)
     assert capsys.readouterr().err == "warning: lines with tools that the chat template does not take: 1\n"
 

@@ -16,6 +16,8 @@ from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, template_
 FILE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of the templates that transformers takes where a model has several; others, as `rag`, on request alone."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning; templates read the first two."""
 _MOST = 16 << 20
 _GROWTH = 512 << 20  # bytes, of the process while a template runs
 _ACCEPTED = "a model whose tokenizer has a chat template"
@@ -59,8 +61,9 @@ class ChatTemplate:
         return cls(taken, special_tokens(directory, field), field, value)
 
     def takes(self, key: str) -> bool:
-        """True if a template has the key's name."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+        """True if a template has the key's name, or another one that the key's value gets (`_plain`)."""
+        names = {key, *_REASONING[:2]} if key in _REASONING else {key}
+        return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
 
     def is_tagged(self, tools: Any = None) -> bool:
         """Return True if the template of a conversation with such tools marks answers by `{% generation %}`."""
@@ -95,9 +98,7 @@ class ChatTemplate:
                 "messages", str(messages)[:80], 'a list of objects such as {"role": "user", "content": "hi"}'
             )
         template, spans = self._program(tools)
-        # As in transformers: a template would write a null, as of a content beside calls of tools, as None.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        given = {**self._tokens, "messages": plain, "tools": tools, "documents": None}
+        given = {**self._tokens, "messages": [*map(_plain, messages)], "tools": tools, "documents": None}
         pieces = spans.begin()
         try:
             with _bounded_memory():
@@ -106,6 +107,13 @@ class ChatTemplate:
         except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
         return "".join(pieces), spans.marked
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers hands it on: without nulls, which would be written as None; with aliases."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
 
 
 def _sources(directory: Path) -> dict[str, str]:
