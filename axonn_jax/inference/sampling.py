@@ -17,7 +17,6 @@ from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, 
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
-_BASE = 2048  # of digits
 _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
 _Divisor = Annotated[float, Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST)]
 _Temperature = Annotated[float, Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True)]
@@ -167,10 +166,12 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
     The least of their logits is found by bisection. Sums are of whole numbers, so equal on every grid: with rounded
     ones the number of the equal tokens would depend on their order.
     """
-    places, digits = ordered(logits), _digits(jnp.exp(logits - top))
+    places = ordered(logits)
+    weights = jnp.minimum(jnp.exp(logits - top) * 2.0**32, 2.0**32 - 2**8).astype(jnp.uint32)
 
-    def mass(mask: jax.Array) -> jax.Array:
-        return all_reduce(jnp.sum(jnp.where(mask, digits, 0), -1, keepdims=True), VOCAB_AXIS)
+    def mass(mask: jax.Array) -> list[jax.Array]:
+        sums = [jnp.sum(digit, -1, keepdims=True) for digit in _digits(jnp.where(mask, weights, 0))]
+        return [*all_reduce(jnp.stack(sums), VOCAB_AXIS)]
 
     enough = p * _number(mass(jnp.ones_like(places, bool)))
     lowest = jnp.full(top.shape, -(2**31), jnp.int32)
@@ -179,22 +180,20 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
     counts, shard = _everywhere(jnp.sum(tied, -1, keepdims=True)), shard_offset(VOCAB_AXIS, 1)
     before = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < shard, counts, 0), -1, keepdims=True)
     rank = (before + jnp.cumsum(tied, -1) - tied).astype(jnp.uint32)
-    missing = _number(mass(places > least) + rank * digits) < enough
+    above = [more + rank * digit for more, digit in zip(mass(places > least), _digits(weights), strict=True)]
+    missing = _number(above) < enough
     return (places > least) | ((tied > 0) & (missing | (rank == 0)))  # a `p` near 0 leaves one too
 
 
-def _digits(weights: jax.Array) -> jax.Array:
-    """Digits [3, ...] to the base 2048 behind the point of numbers from 0 to 1, of which 2^20 have a sum in uint32."""
-    first = jnp.floor(weights * _BASE)
-    rest = weights * _BASE - first
-    second = jnp.floor(rest * _BASE)
-    return jnp.stack([first, second, jnp.round((rest * _BASE - second) * _BASE)]).astype(jnp.uint32)
+def _digits(whole: jax.Array) -> list[jax.Array]:
+    """Return three digits of numbers of 32 bits, each so small that a sum of 2^20 still has a place in 32 bits."""
+    return [whole >> 21, (whole >> 10) & 2047, whole & 1023]
 
 
-def _number(digits: jax.Array) -> jax.Array:
-    """Return the float32 of digits or of sums of digits, times the base; only the two additions round."""
-    first, second, third = digits.astype(jnp.float32)
-    return first + (second / _BASE + third / _BASE**2)
+def _number(digits: list[jax.Array]) -> jax.Array:
+    """Return the float32 of digits or of sums of digits; only the two additions round."""
+    first, second, third = (digit.astype(jnp.float32) for digit in digits)
+    return first * 2**21 + (second * 2**10 + third)
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
