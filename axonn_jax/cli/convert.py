@@ -230,7 +230,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
     from axonn_jax.models.huggingface.hub import commit_of
-    from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype, write_small_files
+    from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype
     from axonn_jax.models.presets import table_of
     from axonn_jax.train.config_file import table_toml
 
@@ -252,7 +252,9 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
             ticker.now("writing", total >> 20, "MiB", done >> 20)
 
         write_tensors(partial, planned, side.weights, int(args.shard_size * 1e9), report)
-        write_small_files(partial, small)
+        for name, raw in small.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_bytes(raw)
         files = len(list(partial.glob("*.safetensors")))
     return {
         "to": "run" if side.to_run else "huggingface",

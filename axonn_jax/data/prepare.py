@@ -32,9 +32,9 @@ from axonn_jax.data.manifest import (
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
-from axonn_jax.documents import replace_whole
+from axonn_jax.documents import flush
 from axonn_jax.errors import NOT_GIVEN, UserError
-from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER, write_small_files
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.models.huggingface.splits import files_of
 from axonn_jax.version import __version__
 
@@ -144,10 +144,11 @@ def described(folder: Path, files: Mapping[str, bytes], *, skipped: Mapping[str,
     """Write the tokenizer's files and the manifest of such facts, with the versions of the libraries that write it."""
     tools = {"axonn_jax": __version__, "tokenizers": tokenizers.__version__, "numpy": np.__version__}
     tools["python"] = platform.python_version()
-    write_small_files(folder, files)
+    for name, raw in files.items():
+        _put(folder / name, raw)
     digest = checksum(folder / TOKENIZER)
     manifest = Manifest(**facts, skipped=dict(sorted(skipped.items())), tools=tools, tokenizer_sha256=digest)
-    replace_whole(folder / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
+    _put(folder / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     return manifest
 
 
@@ -210,6 +211,13 @@ def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
     ids: NDArray[np.uint32] = token_ids(words)
     return ids
+
+
+def _put(path: Path, raw: bytes) -> None:
+    """Write a file, perhaps in a folder, and wait until it is on the disk."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(raw)
+    flush(path)
 
 
 def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
