@@ -67,6 +67,7 @@ SMALL = {
     "generation_config.json": b'{ "eos_token_id":0 }',
     "tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}\n\n',
     "chat_template.jinja": "{{ messages }} \u00e9".encode(),
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "special_tokens_map.json": b"{}",
 }
 
@@ -86,6 +87,7 @@ def write_model(folder: Path, config: dict, state: dict[str, np.ndarray], files:
     """A directory as transformers writes it, by the library's own writer; its tensors in several files if asked."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "additional_chat_templates").mkdir()
     for name, raw in SMALL.items():
         (folder / name).write_bytes(raw)
     if files == 1:

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # prints the figures and the names behind them.
 ALLOWED = {
     "lines": 48_700,
-    "lines of tests": 40_000,
+    "lines of tests": 40_100,
     "lines of scripts": 14_384,
     "files": 319,
     "files in the root": 10,

@@ -149,7 +149,7 @@ def _opened_run(source: Path, field: str) -> Conversion:
     weights = StoredParameters(checkpoint, shape, field)
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, field)
-        small = {**dict(small_files(folder / FOLDER, field)), **_trained_template(folder, field)}
+        small = _with_trained_templates(dict(small_files(folder / FOLDER, field)), folder, field)
         check_files(folder / FOLDER, field)
         return Conversion(shape, weights, small, False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
@@ -160,12 +160,17 @@ def _run_of(checkpoint: Path) -> Path:
     return folder.parent if folder.name == "checkpoints" else folder
 
 
-def _trained_template(run: Path, field: str) -> dict[str, bytes]:
-    """The chat template that a run was trained with, where it is in a file of its own: its base may have another."""
-    from axonn_jax.data.instructions.chat import FILE
-    from axonn_jax.models.huggingface.pretrained import small_files
+def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -> dict[str, bytes]:
+    """A base's small files with the chat templates that a run was trained with, where these are in files of their own.
 
-    return dict(small_files(run, field, re.compile(re.escape(FILE))))
+    None of the base's stays beside them: with tools another one would be taken.
+    """
+    from axonn_jax.data.instructions.chat import FILE
+    from axonn_jax.models.huggingface.pretrained import TEMPLATES, small_files
+
+    templates = re.compile(rf"{re.escape(FILE)}|{TEMPLATES}/.*")
+    trained = dict(small_files(run, field, templates))
+    return {name: raw for name, raw in small.items() if not (trained and templates.fullmatch(name))} | trained
 
 
 def _merged(args: Convert) -> Conversion:
@@ -195,7 +200,8 @@ def _merged(args: Convert) -> Conversion:
             raise UserError("--base", str(folder), f"the directory of the adapters' base, {stored.base!r} to them")
         side = _opened(folder, "--base")
         checked_base(side.weights, stored, str(folder))
-        side = replace(side, small={**side.small, **_trained_template(_run_of(checkpoint.path), "SOURCE")})
+        small = _with_trained_templates(side.small, _run_of(checkpoint.path), "SOURCE")
+        side = replace(side, small=small)
         config, arrays = stored.config, stored_adapters(checkpoint, stored, side.shape, "SOURCE")
     return replace(side, weights=MergedTensors(side.weights, side.shape, config, arrays), to_run=False)
 
@@ -247,6 +253,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
         write_tensors(partial, planned, side.weights, int(args.shard_size * 1e9), report)
         for name, raw in small.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(raw)
         files = len(list(partial.glob("*.safetensors")))
     return {

@@ -214,7 +214,8 @@ def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _put(path: Path, raw: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
+    """Write a file, perhaps in a folder, and wait until it is on the disk."""
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(raw)
     flush(path)
 

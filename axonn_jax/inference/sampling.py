@@ -45,7 +45,8 @@ class Sampling(Settings):
     top_k: CountOrZero = 50
     """Number of likeliest tokens to draw from; 0: all."""
     top_p: Density = 1.0
-    """Total probability of the likeliest tokens to draw from; 1: all tokens."""
+    """Total probability of the likeliest tokens to draw from, no more of them than reach it, of equal ones the lowest
+    ids; 1: all tokens."""
     min_p: Share = 0.0
     """Least probability of a drawn token, as a share of the likeliest one's."""
     seed: Seed = 0
@@ -88,7 +89,7 @@ def choose(
     `keys` [rows, 2] seed the noise, `positions` [rows] are the new tokens', `seen` [rows, vocab/Gy] marks tokens of the
     text. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`: an all-reduce of a
     number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k` so many; `top_p`
-    without it 32 all-reduces of a number a row.
+    without it 34 all-reduces of three numbers a row and a gather of one a row and device.
     """
     logits = logits.astype(jnp.float32)
     wrong = all_reduce(jnp.sum(jnp.isnan(logits) | (logits == jnp.inf), -1, dtype=jnp.int32), VOCAB_AXIS) > 0
@@ -153,22 +154,46 @@ def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax
     else:
         top = all_reduce_max(jnp.max(logits, -1, keepdims=True), VOCAB_AXIS)
         if form.top_p:
-            logits = jnp.where(ordered(logits) >= _nucleus(logits, top, numbers[2]), logits, -jnp.inf)
+            logits = jnp.where(_nucleus(logits, top, numbers[2]), logits, -jnp.inf)
     if form.min_p:
         logits = jnp.where(logits >= top + numbers[3], logits, -jnp.inf)
     return logits, ids
 
 
 def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
-    """The lowest of `ordered` logits above which less than `p` of the probability lies, [rows, 1], by bisection."""
-    places, weights = ordered(logits), jnp.exp(logits - top)
-    enough = p * all_reduce(jnp.sum(weights, -1, keepdims=True), VOCAB_AXIS)
+    """Mask of the fewest tokens [rows, vocab/Gy], the likeliest first and of equal ones the lowest ids, that reach `p`.
 
-    def has_more_above(place: jax.Array) -> jax.Array:
-        above = all_reduce(jnp.sum(jnp.where(places > place, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
-        return ~(above < enough)
+    The least of their logits is found by bisection. Sums are of whole numbers, so equal on every grid: with rounded
+    ones the number of the equal tokens would depend on their order.
+    """
+    places = ordered(logits)
+    weights = jnp.minimum(jnp.exp(logits - top) * 2.0**32, 2.0**32 - 2**8).astype(jnp.uint32)
 
-    return bisected(jnp.full(top.shape, -(2**31), jnp.int32), ordered(top), has_more_above)[1]
+    def mass(mask: jax.Array) -> list[jax.Array]:
+        sums = [jnp.sum(digit, -1, keepdims=True) for digit in _digits(jnp.where(mask, weights, 0))]
+        return [*all_reduce(jnp.stack(sums), VOCAB_AXIS)]
+
+    enough = p * _number(mass(jnp.ones_like(places, bool)))
+    lowest = jnp.full(top.shape, -(2**31), jnp.int32)
+    _, least = bisected(lowest, ordered(top), lambda place: ~(_number(mass(places > place)) < enough))
+    tied = (places == least).astype(jnp.int32)
+    counts, shard = _everywhere(jnp.sum(tied, -1, keepdims=True)), shard_offset(VOCAB_AXIS, 1)
+    before = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < shard, counts, 0), -1, keepdims=True)
+    rank = (before + jnp.cumsum(tied, -1) - tied).astype(jnp.uint32)
+    above = [more + rank * digit for more, digit in zip(mass(places > least), _digits(weights), strict=True)]
+    missing = _number(above) < enough
+    return (places > least) | ((tied > 0) & (missing | (rank == 0)))  # a `p` near 0 leaves one too
+
+
+def _digits(whole: jax.Array) -> list[jax.Array]:
+    """Return three digits of numbers of 32 bits, each so small that a sum of 2^20 still has a place in 32 bits."""
+    return [whole >> 21, (whole >> 10) & 2047, whole & 1023]
+
+
+def _number(digits: list[jax.Array]) -> jax.Array:
+    """Return the float32 of digits or of sums of digits; only the two additions round."""
+    first, second, third = (digit.astype(jnp.float32) for digit in digits)
+    return first * 2**21 + (second * 2**10 + third)
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:

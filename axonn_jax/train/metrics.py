@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import new_figure, replace_whole, save_picture
+from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.hardware import peak_flops
@@ -25,7 +24,7 @@ from axonn_jax.inference.slots import Request
 from axonn_jax.inference.texts import write
 from axonn_jax.inference.weights import grid_of_run
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER, small_names, write_small_files
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tracking.files import TensorBoard
 from axonn_jax.tracking.records import SAMPLES, JsonLines, read_metrics
@@ -50,11 +49,11 @@ def keep_settings(config: Config, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_files(Path(config.data.tokenizer))
-    for name in {*filter(OF_TOKENIZER.fullmatch, os.listdir(directory))} - tokenizer.keys():
-        (directory / name).replace(directory / f"aside_{name}")
+    for name in {*small_names(directory, OF_TOKENIZER)} - tokenizer.keys():
+        (directory / name).replace(directory / f"aside_{name.replace('/', '_')}")
     for name, raw in {"config.toml": to_toml(config).encode(), **tokenizer}.items():
         try:
-            replace_whole(directory / name, raw)
+            write_small_files(directory, {name: raw})
         except OSError as error:
             accepted = f"a directory that {name} can be written in; {error.strerror}"
             raise UserError("log.dir", str(directory), accepted) from None

@@ -1,6 +1,7 @@
 """`axonn-jax convert`: broken and hostile directories, and arguments of no use, are one line."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -65,9 +66,7 @@ def index(**changes):
 
     def write(folder):
         content, tensors = json.loads((folder / "config.json").read_text()), pretrained.read_model(folder)
-        for path in list(folder.iterdir()):
-            path.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
         pretrained.write_model(folder, content, tensors, files=3)
         edit_json(folder / "model.safetensors.index.json", renamed)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pretrained
 import pytest
 from commands import answer, refusal
+from hub_server import files_of
 
 from axonn_jax.cli.main import main
 from axonn_jax.models.huggingface import shape_from_config
@@ -27,7 +28,7 @@ def same(got, want):
 
 
 def carried(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith("model")}
+    return {name: raw for name, raw in files_of(folder).items() if not name.startswith("model")}
 
 
 @pytest.mark.parametrize(("files", "dtype"), [(1, pretrained.F32), (3, pretrained.BF16)])
@@ -129,10 +130,12 @@ def test_the_hubs_cache_whose_files_are_links(tmp_path):
     source = pretrained.directory(tmp_path / "models--a--b" / "snapshots" / "0123", "llama")
     blobs = tmp_path / "models--a--b" / "blobs"
     blobs.mkdir()
-    for number, path in enumerate(sorted(source.iterdir())):
+    small = carried(source)
+    for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
         path.rename(blobs / str(number))
-        path.symlink_to(f"../../blobs/{number}")
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
     assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    assert small.items() <= carried(tmp_path / "run").items()
     same(pretrained.read_model(tmp_path / "run"), pretrained.weights(pretrained.CONFIGS["llama"]))
 
 
@@ -142,7 +145,7 @@ def test_a_folder_called_tokenizer_is_left_aside(tmp_path):
     (source / "tokenizer" / "tokenizer.json").write_text("{}")
     (source / "vocab.json").mkdir()
     assert main(["convert", str(source), str(tmp_path / "run")]) == 0
-    assert {path.name for path in source.iterdir() if path.is_dir()}.isdisjoint(os.listdir(tmp_path / "run"))
+    assert {"tokenizer", "vocab.json"}.isdisjoint(os.listdir(tmp_path / "run"))
 
 
 def test_force_replaces_a_converted_directory_and_nothing_else(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Tokenizers that are given: their tokens are those of the library, their end is that of data, runs and exports."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,7 @@ KINDS = {
 }
 """Special tokens behind the others, the one that ends a document as its file spells it, and the one that pads."""
 SMALL = {"special_tokens_map.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
+SMALL |= {"additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
 
 
 def write_tokenizer(folder, kind):
@@ -35,6 +37,7 @@ def write_tokenizer(folder, kind):
         made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=begin)
     (folder / "tokenizer.json").write_text(made.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | {"eos_token": end, "pad_token": pad}))
+    (folder / "additional_chat_templates").mkdir()
     for name, raw in SMALL.items():
         (folder / name).write_bytes(raw)
     return made.token_to_id("<|im_end|>" if kind == "qwen" else "</s>")
@@ -102,11 +105,14 @@ def test_a_run_and_its_export_end_texts_as_its_data_does(prepared, tmp_path):
     (tmp_path / "c.toml").write_text("[model]\nlayers = 1\nhidden = 32\nheads = 2\nseq_len = 16\n")
     run = tmp_path / "run"
     flags = ["--data.path", str(root / "data"), "--log.dir", str(run), "--train.global_batch", "4"]
-    run.mkdir()
-    (run / "merges.txt").write_text("of other data")
+    (run / "additional_chat_templates").mkdir(parents=True)
+    for name in ("merges.txt", "additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"):
+        (run / name).write_text("of other data")
     assert main(["train", str(tmp_path / "c.toml"), *flags, "--train.steps", "1"]) == 0
     assert files(run) == files(root / "given")
-    assert (run / "aside_merges.txt").read_text() == "of other data"
+    for name in ("merges.txt", "additional_chat_templates_rag.jinja"):
+        assert (run / f"aside_{name}").read_text() == "of other data"
+    assert os.listdir(run / "additional_chat_templates") == ["tool_use.jinja"]
     assert main(["convert", str(run), str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     begin = tokenize.load(root / "given" / "tokenizer.json").token_to_id("<s>")

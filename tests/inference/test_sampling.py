@@ -44,11 +44,11 @@ def expected(way):
     return weights / weights.sum()
 
 
-def drawn(way, rows=DRAWS, y=1):
+def drawn(way, rows=DRAWS, y=1, scores=LOGITS):
     grid = grids.lay(GridShape(y=y))
     keys = np.broadcast_to(way.key(0), (rows, 2))
     places = np.arange(rows, dtype=np.int32)
-    logits, seen = (np.broadcast_to(a, (rows, VOCAB)) for a in (LOGITS, SEEN))
+    logits, seen = (np.broadcast_to(a, (rows, VOCAB)) for a in (scores, SEEN))
 
     def local(logits, keys, places, seen):
         return choose(logits, way.form, way.numbers, keys, places, seen)
@@ -73,6 +73,28 @@ def test_draws_have_the_samplers_distribution(name):
 @pytest.mark.parametrize("name", WAYS)
 def test_draws_do_not_depend_on_the_grid(name):
     np.testing.assert_array_equal(drawn(WAYS[name], 2000, y=4), drawn(WAYS[name], 2000))
+
+
+EQUALS = {
+    "all": np.zeros(VOCAB),
+    "of a cut-off in every part": np.where(np.arange(VOCAB) % 5 == 3, 1.0, -1.0),
+    "behind some": np.where(np.arange(VOCAB) < VOCAB - 3, 0.0, 2.0),
+    "of coarse scores": np.round(LOGITS),
+    "of the three likeliest, of which two are enough": np.where(np.isin(np.arange(VOCAB), (7, 29, 41)), 20.0, LOGITS),
+}
+
+
+@pytest.mark.parametrize(("top_k", "y"), [(0, 1), (0, 4), (VOCAB, 1)])
+def test_top_p_takes_of_equal_tokens_the_lowest_ids_until_it_is_reached(top_k, y):
+    """As Hugging Face's warper, which takes tokens in order until `p` is reached; the order of equal ones is ours."""
+    way, rows = Sampling(temperature=1.0, top_k=top_k, top_p=0.51), 2000
+    chosen = drawn(way, rows * len(EQUALS), y, np.repeat([*EQUALS.values()], rows, 0).astype(np.float32))
+    for name, ids in zip(EQUALS, chosen.reshape(-1, rows), strict=True):
+        scores = EQUALS[name]
+        order, weights = np.argsort(-scores, kind="stable"), np.exp(scores) / np.exp(scores).sum()
+        before = np.cumsum(weights[order]) - weights[order]
+        assert np.abs(before - way.top_p).min() > 1e-3
+        np.testing.assert_array_equal(np.unique(ids), np.sort(order[before < way.top_p]), name)
 
 
 def test_noise_is_finite_and_as_wide_as_its_words():

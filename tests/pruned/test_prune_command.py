@@ -74,6 +74,8 @@ def test_transformers_computes_the_same_with_an_export(runs, tmp_path):
 
 def test_a_prune_that_fails_leaves_nothing_and_can_be_done_again(runs, tmp_path, monkeypatch):
     words = ["prune", runs / "dense", tmp_path / "new" / "out", "--density", "0.25", "--json"]
+    (runs / "dense" / "additional_chat_templates").mkdir()
+    (runs / "dense" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
         error = command(*words, status=2).splitlines()[-1]
@@ -83,7 +85,9 @@ def test_a_prune_that_fails_leaves_nothing_and_can_be_done_again(runs, tmp_path,
     assert os.listdir(tmp_path) == []
     assert json.loads(command(*words).splitlines()[-1])["step"] == 6
     assert os.listdir(out.parent) == ["out"]
-    assert set(os.listdir(out)) == {"config.toml", "tokenizer.json", "tokenizer_config.json", "checkpoints"}
+    small = {"tokenizer.json", "tokenizer_config.json", "additional_chat_templates"}
+    assert set(os.listdir(out)) == {"config.toml", "checkpoints", *small}
+    assert os.listdir(out / "additional_chat_templates") == ["tool_use.jinja"]
 
 
 def test_what_a_killed_prune_left_goes_and_what_others_put_into_its_place_stays(runs, tmp_path):

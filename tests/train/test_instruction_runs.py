@@ -1,5 +1,6 @@
 """Runs on packed rows of instructions: a torch loop's losses on any grid, and the same rows when resumed on another."""
 
+import shutil
 from dataclasses import replace
 
 import instruction_data
@@ -32,6 +33,7 @@ def place(tmp_path_factory):
     pretrained.write_model(root / "hf", CONFIG, pretrained.weights(CONFIG))
     instruction_data.tokenizer(root / "hf")
     (root / "hf" / "chat_template.jinja").unlink()
+    shutil.rmtree(root / "hf" / "additional_chat_templates")
     source = instruction_data.write(root / "data.jsonl", instruction_data.rows(150))
     options = InstructionOptions(SEQ, "chat")
     prepare_instructions(source, root / "rows", options, tokenizer=root / "hf", holdout=0.2)
@@ -151,8 +153,11 @@ def test_a_run_resumed_on_another_grid_reads_the_same_rows(place, tmp_path, capf
 
 @pytest.mark.parametrize("adapters", [(), ("--lora.rank", "2")], ids=["whole", "adapters"])
 def test_an_exported_run_is_asked_by_the_template_of_its_training(place, tmp_path, adapters):
-    """Not by its base's own."""
+    """Not by its base's own, of which one is for tools."""
     assert main(["convert", str(place / "hf"), str(tmp_path / "base")]) == 0
+    (tmp_path / "base" / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (tmp_path / "base" / name).write_text(instruction_data.CHATML)
     prepare_instructions(
         place / "data.jsonl", tmp_path / "rows", InstructionOptions(SEQ, too_long="cut"), tokenizer=tmp_path / "base"
     )
@@ -163,6 +168,8 @@ def test_an_exported_run_is_asked_by_the_template_of_its_training(place, tmp_pat
     talk = [{"role": "user", "content": "the grid"}]
     asked, own = (ChatTemplate.of(tmp_path / name, "--chat", True).text(talk) for name in ("out", "base"))
     assert asked == Alpaca().passages(Conversation([*talk, {"role": "assistant", "content": ""}]), ())[0].text != own
+    asked, own = (ChatTemplate.of(tmp_path / name, "--chat", True).text(talk, []) for name in ("out", "base"))
+    assert asked == ChatTemplate.of(tmp_path / "out", "--chat", True).text(talk) != own
 
 
 def test_rows_are_other_data_than_a_stream_of_the_same_words(place):

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 from commands import answer, refusal
+from hub_server import files_of
 
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
@@ -42,8 +43,8 @@ def test_data_has_the_tokens_of_the_tokenizer_given(trained):
 
 
 def test_a_run_keeps_the_small_files(trained):
-    kept = {path.name: path.read_bytes() for path in (trained / "run" / "pretrained").iterdir()}
-    assert kept == {path.name: path.read_bytes() for path in (trained / "hf").iterdir() if path.name in kept}
+    kept, of_model = files_of(trained / "run" / "pretrained"), files_of(trained / "hf")
+    assert kept == {name: of_model[name] for name in kept}
     assert {"config.json", "tokenizer.json", *pretrained.SMALL} == kept.keys()
 
 

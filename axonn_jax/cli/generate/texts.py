@@ -34,6 +34,7 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
     For a file the error names the line.
     """
     from axonn_jax.data.instructions.chat import ChatTemplate
+    from axonn_jax.data.instructions.schemas import tools_of
     from axonn_jax.data.instructions.templates import chat_template_of
     from axonn_jax.data.prompts import file_line, ids_within
     from axonn_jax.data.tokenize import end_of
@@ -42,14 +43,16 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
     if args.template is not None:
         end = end_of(args.run_dir, tokenizer, "RUN_DIR")
         template = chat_template_of(args.template, args.run_dir, "" if end is None else tokenizer.id_to_token(end))
-    prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
+    prompts, unused = list[Prompt](), 0
+    lines = {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
         text = "" if template else line["prompt"]  # an answer is shown without the template's text
         try:
             if template:
                 alone = [{"role": "user", "content": line.get("prompt")}]
-                messages = line.get("messages", alone)
-                ids = ids_within(tokenizer, template.text(messages), seq_len, special=False, vocab=vocab)
+                messages, tools = line.get("messages", alone), tools_of(line)
+                ids = ids_within(tokenizer, template.text(messages, tools), seq_len, special=False, vocab=vocab)
+                unused += bool(tools) and not template.takes("tools")
             else:
                 ids = ids_within(tokenizer, text, seq_len, vocab=vocab)
         except UserError as error:
@@ -61,6 +64,8 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
             accepted = f"at most {room}, as the prompt{where} has {len(ids)} tokens and model.seq_len is {seq_len}"
             raise UserError("--tokens", args.tokens, accepted)
         prompts.append(Prompt(text, ids, args.tokens or min(_TOKENS, room), line))
+    if unused:
+        say(f"warning: lines with tools that the chat template does not take: {unused:,}")
     return prompts
 
 

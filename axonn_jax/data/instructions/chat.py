@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import resource
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -10,9 +11,13 @@ from typing import Any
 
 from axonn_jax.documents import read_bytes, read_json
 from axonn_jax.errors import UserError
-from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, tokenizer_settings
+from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, template_names, tokenizer_settings
 
 FILE = "chat_template.jinja"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of the templates that transformers takes where a model has several; others, as `rag`, on request alone."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning; templates read the first two."""
 _MOST = 16 << 20
 _GROWTH = 512 << 20  # bytes, of the process while a template runs
 _ACCEPTED = "a model whose tokenizer has a chat template"
@@ -21,47 +26,56 @@ _ACCEPTED = "a model whose tokenizer has a chat template"
 class ChatTemplate:
     """The template of a source text, with the texts of special tokens by name, such as `bos_token`.
 
+    Of several sources by name, conversations with tools take `tool_use`, if there is one, all others `default`.
+
     Raises ``UserError``, which calls it `field` = `value`, for a text that is no template, or without jinja2.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], field: str, value: object):
-        self.source, self._tokens, self._spans = source, dict(tokens), _Spans()
+    def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], field: str, value: object):
+        sources = {DEFAULT: source} if isinstance(source, str) else source
+        self._tokens, self._programs = dict(tokens), dict[str, tuple[Any, _Spans]]()
+        self.source = "".join(sources.values())
+        """Text of all templates."""
         try:
             from jinja2 import TemplateError
         except ImportError:
             raise UserError(field, value, "an installation with jinja2: pip install 'axonn_jax[hf]'") from None
         try:
-            with _bounded_memory():  # constants are computed here
-                self._template = _environment(self._spans).from_string(source)
+            for name, text in sources.items():
+                spans = _Spans()
+                with _bounded_memory():  # constants are computed here
+                    self._programs[name] = _environment(spans).from_string(text), spans
         except (TemplateError, RecursionError, MemoryError) as error:
             raise UserError(field, value, f"a template in jinja; {_line(error)}") from None
 
     @classmethod
     def of(cls, directory: Path, field: str, value: object) -> "ChatTemplate":
-        """Read the template of a directory's tokenizer; raise ``UserError`` where there is none."""
-        source: Any = None
+        """Read the templates of a directory's tokenizer; raise ``UserError`` where there is none to take."""
         try:
-            if (directory / FILE).exists():
-                source = read_bytes(directory / FILE, _MOST, inside=root_of(directory)).decode()
-            elif (directory / SETTINGS).exists():
-                settings = read_json(directory / SETTINGS, _MOST, inside=root_of(directory))
-                if not isinstance(settings, dict):
-                    raise ValueError(f"{SETTINGS} is no object in JSON")
-                source = settings.get("chat_template")
+            sources = _sources(directory)
         except (OSError, ValueError) as error:
             raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
-        if isinstance(source, list):  # several by name
-            named = [entry.get("template") for entry in source if isinstance(entry, dict)]
-            names = [entry.get("name") for entry in source if isinstance(entry, dict)]
-            source = named[names.index("default")] if "default" in names else None
-        if not isinstance(source, str) or not source:
-            raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has none")
-        return cls(source, special_tokens(directory, field), field, value)
+        if not (taken := {name: sources[name] for name in (DEFAULT, WITH_TOOLS) if sources.get(name)}):
+            others = f"{', '.join(sorted(sources))} alone, no {DEFAULT}" if any(sources.values()) else "none"
+            raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has {others}")
+        return cls(taken, special_tokens(directory, field), field, value)
 
-    @property
-    def tagged(self) -> bool:
-        """True if the template marks answers by `{% generation %}`."""
-        return self._spans.tagged
+    def takes(self, key: str) -> bool:
+        """True if a template has the key's name, or another one that the key's value gets (`_plain`)."""
+        names = {key, *_REASONING[:2]} if key in _REASONING else {key}
+        return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
+
+    def is_tagged(self, tools: Any = None) -> bool:
+        """Return True if the template of a conversation with such tools marks answers by `{% generation %}`."""
+        return self._program(tools)[1].tagged
+
+    def _program(self, tools: Any) -> "tuple[Any, _Spans]":
+        """Return the template of a conversation: an empty list of tools counts as tools, as in transformers."""
+        name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._programs else DEFAULT
+        if name not in self._programs:
+            accepted = f"a conversation with tools: of the model's templates there is {WITH_TOOLS!r}, no {DEFAULT!r}"
+            raise UserError("tools", tools, accepted)
+        return self._programs[name]
 
     def text(self, messages: Any, tools: Any = None, *, answers: bool = True) -> str:
         """Return the text of a conversation, by itself up to where the model answers."""
@@ -83,15 +97,40 @@ class ChatTemplate:
             raise UserError(
                 "messages", str(messages)[:80], 'a list of objects such as {"role": "user", "content": "hi"}'
             )
-        given = {**self._tokens, "messages": messages, "tools": tools, "documents": None}
-        pieces = self._spans.begin()
+        template, spans = self._program(tools)
+        given = {**self._tokens, "messages": [*map(_plain, messages)], "tools": tools, "documents": None}
+        pieces = spans.begin()
         try:
             with _bounded_memory():
-                for piece in self._template.generate(**given, add_generation_prompt=answers):
+                for piece in template.generate(**given, add_generation_prompt=answers):
                     pieces.append(piece)
         except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
-        return "".join(pieces), self._spans.marked
+        return "".join(pieces), spans.marked
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers hands it on: without nulls, which would be written as None; with aliases."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
+
+
+def _sources(directory: Path) -> dict[str, str]:
+    """Return the templates of a directory by name; those in files stand in the place of all in the settings."""
+    root = root_of(directory)
+    files = {DEFAULT: FILE} if (directory / FILE).exists() else {}
+    files |= {Path(name).name.removesuffix(".jinja"): name for name in template_names(directory)}
+    if files:
+        return {name: read_bytes(directory / file, _MOST, inside=root).decode() for name, file in files.items()}
+    settings = read_json(directory / SETTINGS, _MOST, inside=root) if (directory / SETTINGS).exists() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{SETTINGS} is no object in JSON")
+    entries = settings.get("chat_template")
+    if isinstance(entries, list):
+        entries = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    named = entries if isinstance(entries, dict) else {DEFAULT: entries}
+    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
 
 
 class _Spans:

@@ -95,6 +95,7 @@ def conversations(
                 continue
             keys = {key for message in conversation.messages for key in message} - {"role", "content"}
             unused.update(row.keys() - used)
+            unused.update({"tools"} if conversation.tools and not takes("tools") else ())
             unused.update(f"{key} of messages" for key in keys if not takes(key))
             yield number, conversation
     except UserError:
@@ -151,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tu
     """
     if _TOKENS[0] in row:
         return Conversation([], ready=_ready(row, known)), {*_TOKENS} & row.keys()
-    tools = _tools(row.get("tools"))
+    tools = tools_of(row)
     given = {"tools"} & row.keys()
     if listed := next((key for key in _LISTS if key in row), None):
         messages, untrained = _listed(row[listed])
@@ -227,16 +228,17 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     return str(row[key])
 
 
-def _tools(tools: Any) -> Any:
-    """Return a row's tools, which may be written as JSON in a text."""
-    if isinstance(tools, str) and tools.strip():
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return a row's tools, which may be written as JSON in a text; a list without any is not the same as none."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
         try:
-            tools = parse_json(tools.encode())
+            tools = parse_json(tools.encode()) if tools.strip() else None
         except ValueError as error:
             raise UserError("row", tools, f"tools as a list of objects; {error}") from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError("row", tools, "tools as a list of objects")
-    return tools or None
+    return tools
 
 
 def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:

@@ -98,12 +98,12 @@ class Jinja:
         self.template, self.source = template, template.source
 
     def jinja(self, end: str) -> str:
-        """Return the chat template itself."""
+        """Return the chat template itself; of a model's several there is no one text."""
         return self.source
 
     def takes(self, key: str) -> bool:
         """True if the template has the key's name."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+        return self.template.takes(key)
 
     def passages(self, conversation: Conversation, marked: Collection[int]) -> list[Passage]:
         """Return the one passage of a conversation; an answer goes from the generation prompt to the turn's end.
@@ -114,7 +114,7 @@ class Jinja:
         talk, tools = conversation.messages, conversation.tools
         text, spans = self.template.spans(talk, tools)
         answers = [number for number, message in enumerate(talk) if message["role"] == "assistant"]
-        if not self.template.tagged:
+        if not self.template.is_tagged(tools):
             spans = self._answers(text, conversation, [number for number in answers if number in marked])
         elif len(spans) == len(answers):
             spans = [span for number, span in zip(answers, spans, strict=True) if number in marked]

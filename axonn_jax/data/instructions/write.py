@@ -32,6 +32,7 @@ from axonn_jax.data.prepare import (
     unigram_entropy,
 )
 from axonn_jax.errors import UserError, first_of
+from axonn_jax.models.huggingface.pretrained import TEMPLATES
 from axonn_jax.models.huggingface.splits import files_of
 from axonn_jax.options import InstructionLoss, TooLong
 
@@ -125,6 +126,7 @@ def prepare_instructions(
         _check_filled(splits, rows, options, holdout, source)
         used = options.template.endswith(".jinja") or any(of_split.templated for of_split in rows.values())
         if used and options.template != "chat":  # a run asks as it was trained
+            files = {name: raw for name, raw in files.items() if not name.startswith(f"{TEMPLATES}/")}
             files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
         manifest = described(
             partial,

@@ -22,6 +22,7 @@ _FOLDER = re.compile(r"(?:model|dataset)s--([^/]+)--([^/]+)/snapshots/([0-9a-f]{
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
+    "additional_chat_templates/*.jinja",
 )
 """Patterns of config, tokenizer and templates in a repository."""
 _MODEL = (*SMALL_FILES, "model*.safetensors", "model.safetensors.index.json")  # no pickles, no weights of other formats

@@ -19,10 +19,13 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
 """Folder of a run with the small files of the model that it began from."""
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
+TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's chat templates that have names."""
 OF_TOKENIZER = re.compile(
     r"(special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w-]*\.[\w.-]+|chat_template\.(json|jinja)|merges\.txt"
+    rf"|{TEMPLATES}(/[^/]+\.jinja)?"
 )
-"""Names of the files that make a tokenizer."""
+"""Names of the files that make a tokenizer, and of their folder."""
 SMALL = re.compile(rf"(config|generation_config)\.json|{OF_TOKENIZER.pattern}")
 """Names of the files that are carried byte for byte."""
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -175,12 +178,23 @@ def check_shape(given: ModelShape, directory: Path, field: str) -> None:
         raise UserError(field, str(directory), f"a model as [model] says; {', '.join(wrong)}")
 
 
+def template_names(directory: Path) -> list[str]:
+    """Return the names of a directory's chat templates in a folder; raise ``OSError`` for an unreadable folder."""
+    names = os.listdir(directory / TEMPLATES) if (directory / TEMPLATES).is_dir() else []
+    return [f"{TEMPLATES}/{name}" for name in sorted(names) if name.endswith(".jinja")]
+
+
+def small_names(directory: Path, wanted: re.Pattern[str] = SMALL) -> list[str]:
+    """Return the names of config, tokenizer and templates; raise ``OSError`` for an unreadable directory."""
+    names = [*sorted(os.listdir(directory)), *template_names(directory)]
+    return [name for name in names if wanted.fullmatch(name) and not (directory / name).is_dir()]
+
+
 def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of config, tokenizer and templates. Raises ``UserError`` for one that cannot be read."""
     root = root_of(directory)
     try:
-        names = sorted(name for name in os.listdir(directory) if wanted.fullmatch(name))
-        names = [name for name in names if not (directory / name).is_dir()]
+        names = small_names(directory, wanted)
     except OSError as error:
         raise UserError(field, str(directory), f"a directory that can be read; {error.strerror}") from None
     if "tokenizer.model" in names and TOKENIZER not in names:
@@ -204,13 +218,18 @@ def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]
     """
     files = dict(small_files(source, field))
     try:
-        folder.mkdir(exist_ok=True)
-        for name, raw in files.items():
-            replace_whole(folder / name, raw)
+        write_small_files(folder, files)
     except OSError as error:
         accepted = f"a directory whose small files can be kept in {folder}; {error.strerror}"
         raise UserError(field, str(source), accepted) from None
     return files
+
+
+def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder that is made if needed; raise ``OSError``, which names the file, for one that fails."""
+    for name, raw in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_whole(folder / name, raw)
 
 
 def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterator[int]:
