@@ -34,7 +34,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
             other parameters than the one before.
     """
     _check_outside({})
-    integer("bucket", bucket, 1)
+    bucket = integer("bucket", bucket, 1)
     check_optimizer_type(optimizer)
     check_offload(optimizer, "axonn_jax.offload", {})
 

@@ -28,6 +28,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+from axonn_jax.tensor.params import key_of
 from axonn_jax.terminal import say
 from axonn_jax.train.config import LOCK, Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
@@ -158,7 +159,7 @@ def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
     """Return a function that makes the model of a checked config, with these options of a `Transformer`."""
     given = {"attention": config.model.attention, "moe": config.moe, **options}
-    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(config.train.seed), **given)
+    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(key_of(config.train.seed)), **given)
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: bool = False) -> AttentionForm:
