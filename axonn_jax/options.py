@@ -111,7 +111,8 @@ DERIVED = DerivedSize(0)
 class Settings:
     """Table of settings, a dataclass whose types and ranges are checked when one is made, by TOML and from Python.
 
-    Scalars become Python's own (`errors.plain`), and paths texts. Raises ``UserError`` for another type, or a value out of range.
+    Scalars become Python's own (`errors.plain`), and paths texts. Raises ``UserError`` for another type, or a value out
+    of range.
     """
 
     table = ""

@@ -42,9 +42,7 @@ class StageWorker:
         self._replicated = NamedSharding(self.mesh, P())
         self._tokens_sharding = NamedSharding(self.mesh, P(BATCH_AXES))
         self._numbers: list[jax.Array] = []
-        self._fold = jax.jit(
-            lambda seed, step: jax.random.fold_in(key_of(seed), step), out_shardings=self._replicated
-        )
+        self._fold = jax.jit(lambda seed, step: jax.random.fold_in(key_of(seed), step), out_shardings=self._replicated)
         if stage.keyed:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
