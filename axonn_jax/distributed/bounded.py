@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from axonn_jax.errors import integer
+from axonn_jax.errors import integer, typed_arguments
 
 Results = TypeVar("Results")
 STEPS = 2
@@ -26,6 +26,7 @@ class InFlight:
         return results
 
 
+@typed_arguments
 def in_flight(most: int = STEPS) -> InFlight:
     """Return a function of a loop's loss that bounds the number of programs in flight.
 

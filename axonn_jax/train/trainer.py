@@ -245,6 +245,9 @@ class Trainer:
         Raises:
             UserError: The optimizer keeps no number of that name.
         """
+        for name, number in numbers.items():
+            if not isinstance(number, int | float):
+                raise UserError(name, number, "a number")
         for store in self.engine.stores.values():
             store.set(numbers)
 
