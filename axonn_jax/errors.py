@@ -85,20 +85,33 @@ def as_flags(table: str) -> Iterator[None]:
         raise UserError(flag, error.value, error.accepted) from None
 
 
+def plain(value: Any) -> Any:
+    """Return a scalar of another library (numpy's, or an array without dims), or a member of an enumeration of texts or
+    numbers, as Python's own type; anything else unchanged."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        with suppress(TypeError):  # traced by jax
+            value = value.item()
+    if isinstance(value, str):
+        return str.__str__(value)  # the text, where str() has an enumeration's name
+    own = next((kind for kind in (int, float) if isinstance(value, kind) and not isinstance(value, bool)), None)
+    return value if own is None else own(value)
+
+
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a number as Python's integer; raises ``UserError`` for another type, or one out of range."""
+    value = plain(value)
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least or (most is not None and number > most):
+    if isinstance(value, bool) or number < least or (most is not None and number > most):
         accepted = f"an integer of at least {least}" + ("" if most is None else f" and at most {most:,}")
         raise UserError(field, value, accepted)
     return number
 
 
 _NOUNS: Mapping[Any, str] = {
-    str: "a text", NoneType: "None", Path: "the path of a directory", Sequence: "a list",
+    str: "a text", bool: "True or False", NoneType: "None", Path: "the path of a directory", Sequence: "a list",
     Iterable: "a list or an iterator", Mapping: "a mapping", "Grid": "a grid, as ax.init returns one",
 }  # fmt: skip
 _ENTRIES = ("__iter__", "__getitem__")
@@ -106,29 +119,47 @@ _MEMBERS: Mapping[Any, Sequence[str]] = {
     Iterable: _ENTRIES, Sequence: _ENTRIES, Mapping: ("keys",), Path: ("__fspath__",)
 }  # fmt: skip
 """Members of which one is enough, as arrays are no lists to Python, nor other libraries' tables mappings."""
-_OPEN = (bool, int, float, Callable, "GradientTransformation")
+_SCALARS = (bool, int, float, str)
+_OPEN = (int, float, Callable, "GradientTransformation")
 """Types, some by name, that functions check themselves: a number with its range, a function with its arguments."""
 
 
 def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Check arguments by the annotations before the function runs: one of another type is a ``UserError``.
 
-    Numbers, functions, entries of lists and what an annotation leaves open are the function's own matter.
+    The function gets scalars as `plain` returns them. Ranges of numbers, functions, entries of lists and what an
+    annotation leaves open are its own matter.
     """
     signature, hints = inspect.signature(function), cache(partial(get_type_hints, function))
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: Mapping[str, Any] = {}
-        with suppress(TypeError):  # one is missing or unknown, which Python itself says
-            given = signature.bind(*args, **kwargs).arguments
-        for name, value in given.items():
-            if not _fits(hint := hints().get(name, Any), value):
-                short = type(value).__module__ == "builtins" and getattr(hint, "__name__", "") != "Grid"
-                raise UserError(name, value if short else type(value).__name__, _accepted(hint, value))
-        return function(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # one is missing or unknown, which Python itself says
+            return function(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            hint, kind = hints().get(name, Any), signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                value = tuple(_typed(name, hint, each) for each in value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                value = {key: _typed(key, hint, each) for key, each in value.items()}
+            else:
+                value = _typed(name, hint, value)
+            bound.arguments[name] = value
+        return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if any(kind in _SCALARS or get_origin(kind) is Literal for kind in kinds):
+        value = plain(value)
+    if not _fits(hint, value):
+        short = type(value).__module__ == "builtins" and getattr(hint, "__name__", "") != "Grid"
+        raise UserError(name, value if short else type(value).__name__, _accepted(hint, value))
+    return value
 
 
 def _fits(hint: Any, value: Any) -> bool:

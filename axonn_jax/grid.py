@@ -5,7 +5,7 @@ from functools import cached_property
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,9 +51,8 @@ class GridShape:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            size = getattr(self, f.name)
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_DEVICES:
-                raise UserError(f"grid.{f.name}", size, f"an integer of at least 1 and at most {MOST_DEVICES:,}")
+            size = integer(f"grid.{f.name}", getattr(self, f.name), 1, MOST_DEVICES)
+            object.__setattr__(self, f.name, size)
 
     @cached_property
     def stage_devices(self) -> int:

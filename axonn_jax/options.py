@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest, plain
 
 T = TypeVar("T")
 
@@ -111,7 +111,8 @@ DERIVED = DerivedSize(0)
 class Settings:
     """Table of settings, a dataclass whose types and ranges are checked when one is made, by TOML and from Python.
 
-    Numbers of numpy become Python's, and paths texts. Raises ``UserError`` for another type, or a value out of range.
+    Scalars become Python's own (`errors.plain`), and paths texts. Raises ``UserError`` for another type, or a value out
+    of range.
     """
 
     table = ""
@@ -122,8 +123,7 @@ class Settings:
         for key, (hint, _) in _fields(kind).items():
             value = getattr(self, key)
             if not isinstance(value, DerivedSize):
-                scalar = getattr(value, "ndim", None) == 0  # of an array, or numpy's
-                value = value.item() if scalar else str(value) if isinstance(value, Path) else value
+                value = str(value) if isinstance(value, Path) else value
                 object.__setattr__(self, key, _typed(hint, value, f"{self.table}.{key}", False))
 
 
@@ -184,7 +184,7 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
         if value is None and NoneType in get_args(kind):
             return None
         kind = not_none(kind)
-    note = None
+    note, value = None, plain(value)
     if get_origin(kind) is Annotated:
         kind, note = get_args(kind)
     origin = get_origin(kind)

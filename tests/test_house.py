@@ -27,7 +27,7 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 20_920,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 20_940,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 

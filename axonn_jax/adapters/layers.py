@@ -20,7 +20,7 @@ from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.elementwise import dropout as dropped
 from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.matmul import matmul
-from axonn_jax.tensor.params import constant_param, layout, split_module, uniform_param
+from axonn_jax.tensor.params import constant_param, key_of, layout, split_module, uniform_param
 
 
 class Adapter(nnx.Module):
@@ -135,7 +135,7 @@ def lora(
 def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transformer:
     """Return the model itself, whose layers now have adapters; raises ``UserError`` where they cannot."""
     check_adaptable(model, config)
-    root = jax.random.fold_in(jax.random.key(seed), _STREAM)
+    root = jax.random.fold_in(key_of(seed), _STREAM)
     for adapted in layers_of(model.shape, config):
         layer: Linear = attrgetter(adapted.path)(model.blocks[adapted.block])
         key = jax.random.fold_in(jax.random.fold_in(root, adapted.block), TARGETS.index(next(iter(adapted.targets))))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.errors import UserError, integer
+from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.options import Count, CountOrZero, Settings
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -32,6 +32,7 @@ class GoldfishConfig(Settings):
             raise UserError("goldfish.k", 0, "from 2 on where goldfish.h is given")
 
 
+@typed_arguments
 def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArray[np.int32]:
     """Return a batch in which about one target of `k` does not count.
 

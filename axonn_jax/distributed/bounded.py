@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from axonn_jax.errors import integer
+from axonn_jax.errors import integer, typed_arguments
 
 Results = TypeVar("Results")
 STEPS = 2
@@ -16,8 +16,7 @@ class InFlight:
     """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
 
     def __init__(self, most: int = STEPS):
-        integer("in_flight", most, 1)
-        self._most, self._results = most, deque[Any]()
+        self._most, self._results = integer("in_flight", most, 1), deque[Any]()
 
     def __call__(self, results: Results) -> Results:
         """Return the results of the program just dispatched, after waiting for results of earlier programs."""
@@ -27,6 +26,7 @@ class InFlight:
         return results
 
 
+@typed_arguments
 def in_flight(most: int = STEPS) -> InFlight:
     """Return a function of a loop's loss that bounds the number of programs in flight.
 

@@ -5,11 +5,14 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from axonn_jax.documents import Held, held, in_sight, made
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TEXT_BYTES = 1024
+LOCK = "run.lock"
+"""Lock file in a run's directory, held by the run that trains there."""
+_REFUSAL = partial(UserError, "log.dir")
 
 
 class HostSync(ABC):
@@ -213,3 +219,38 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
             raise UserError(f"rank {rank}'s {field}" if rank else field, value, accepted)
         if text:
             raise kind(*json.loads(text))
+
+
+@contextlib.contextmanager
+def only_run_in(
+    directory: str,
+    sync: HostSync,
+    say: Callable[[str], None],
+    refusal: Callable[[str, str], Exception] = _REFUSAL,
+) -> Iterator[None]:
+    """Hold a run's directory; the run's first process does that for all of them.
+
+    The directory is made, and removed in the end if it stays empty, as on bad input.
+
+    Raises the `refusal` of the directory and what is accepted on all processes where another run holds the directory,
+    it cannot be written, or processes do not share it; nothing in it has been touched then.
+    """
+    with contextlib.ExitStack() as stack:
+        fault = ""
+        if sync.rank == 0:
+            try:
+                stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
+                if not stack.enter_context(held(Path(directory) / LOCK)):
+                    say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
+            except Held as holder:
+                fault = f"a directory without another run; {holder} trains in this one"
+            except OSError as error:
+                fault = f"a directory that can be written in: {error.strerror or error}"
+        if (fault := sync.gather(fault)[0]) != "":
+            raise refusal(directory, fault)
+        lock = Path(directory) / LOCK
+        locks = sync.gather(lock.read_text() if in_sight(lock) else "")
+        if away := [rank for rank, content in enumerate(locks) if content != locks[0]]:
+            accepted = f"a directory shared by all processes; rank {away[0]} does not see rank 0's files"
+            raise refusal(directory, accepted)
+        yield

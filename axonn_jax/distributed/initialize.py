@@ -21,7 +21,7 @@ from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, meeting_place, world_comm
 from axonn_jax.distributed.network import listen_at, offer
 from axonn_jax.distributed.processes import MET, World, detect, explicit_world, slurm_notice
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
 from axonn_jax.options import ChannelName
 
@@ -34,6 +34,7 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _WARM_UP_FLOATS = 65_536
 
 
+@typed_arguments
 def init(
     *,
     pipe: int = 1,

@@ -15,8 +15,8 @@ from axonn_jax.inference.select import bisected, ordered
 from axonn_jax.options import CountOrZero, Density, Range, Seed, Settings, Share
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
 from axonn_jax.tensor.loss import VOCAB_AXIS
+from axonn_jax.tensor.params import GENERATOR, key_of
 
-_IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
 _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
 _Divisor = Annotated[float, Range(f"a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST)]
 _Temperature = Annotated[float, Range(f"0, or a number from {_LEAST} to {_MOST:,}", _LEAST, _MOST, zero=True)]
@@ -70,7 +70,7 @@ class Sampling(Settings):
 
     def key(self, sample: int, prompt: Sequence[int] = ()) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
         """Two words to seed the noise of a text, drawn from the seed, the prompt's tokens and the sample's number."""
-        key = jax.random.key(self.seed, impl=_IMPL)
+        key = key_of(self.seed)
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
         return np.asarray(jax.random.key_data(key))
@@ -198,7 +198,7 @@ def _number(digits: list[jax.Array]) -> jax.Array:
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """Return noise of tokens [rows, n], by the row's key and position and the token's id alone."""
-    rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=_IMPL), positions)
+    rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=GENERATOR), positions)
     words = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows, ids))
     return gumbel(words[..., 0])
 

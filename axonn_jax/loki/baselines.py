@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from axonn_jax.inference.attend import Attended, FullAttention, Seen, scores, weighted
 from axonn_jax.inference.cache import LayerCache, append
 from axonn_jax.inference.select import largest
+from axonn_jax.tensor.params import key_of
 
 
 def _number(seen: Seen, keys: float) -> jax.Array:
@@ -52,7 +53,7 @@ class RandomKeys(FullAttention):
         """The softmax over keys drawn at random and the newest."""
         arrays = append(arrays, new, seen.newest)
         scored = scores(q, arrays[0], seen.rule)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), seen.tokens)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key_of(0), seen.tokens)
         drawn = jax.vmap(lambda key: jax.random.uniform(key, scored.shape[-1:]))(keys)[:, None, None]
         chosen = _first(jnp.broadcast_to(drawn, scored.shape), seen, _number(seen, self.keys))
         return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays

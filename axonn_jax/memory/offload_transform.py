@@ -10,13 +10,14 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError, integer
+from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.memory.buckets import Leaf, plan_buckets
 from axonn_jax.memory.host_arrays import HOST, stream, transferred
 from axonn_jax.memory.optimizer_state import state_layout
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type
 
 
+@typed_arguments
 def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:
     """Return the optimizer with its state in host memory, streamed through the devices in buckets of parameters.
 
@@ -34,7 +35,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
             other parameters than the one before.
     """
     _check_outside({})
-    integer("bucket", bucket, 1)
+    bucket = integer("bucket", bucket, 1)
     check_optimizer_type(optimizer)
     check_offload(optimizer, "axonn_jax.offload", {})
 

@@ -13,7 +13,7 @@ from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.params import SplitModule, renewed, split_module
+from axonn_jax.tensor.params import SplitModule, key_of, renewed, split_module
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """Loss function: (output of the last layer, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
@@ -118,7 +118,7 @@ class SequenceModel(nnx.Module):
                 raise UserError("model", shapes, "layers that draw and leave the first dim, a row of the batch each")
             return y[0]
 
-        same = jax.random.key(0)  # what draws in an evaluation too draws for every row alike, wherever the row is
+        same = key_of(0)  # what draws in an evaluation too draws for every row alike, wherever the row is
         if not draws:
             return run(x, same)
         return jax.vmap(run_row, (0, None if key is None else 0))(x, same if key is None else key.of_rows(len(x)))

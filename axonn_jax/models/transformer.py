@@ -34,6 +34,7 @@ from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
+from axonn_jax.tensor.params import portable_keys
 from axonn_jax.tensor.weight_gather import gather_weight
 
 FLOAT32 = jnp.dtype("float32")
@@ -179,8 +180,7 @@ class Transformer(nnx.Module):
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
         self.token_axes = (*BATCH_AXES, SEQUENCE_AXIS) if split else BATCH_AXES
-        root = rngs.params()
-        keys = [jax.random.fold_in(root, index) for index in range(layers + 3)]
+        keys = portable_keys(rngs.params(), layers + 3)
         mesh = compat.context_mesh()  # on which parameters are born; where there is none `models.vocabulary` pads later
         vocab = shape.padded_vocab(1 if mesh is None else mesh.shape.get("y", 1) * mesh.shape.get("z", 1))
         self.embedding = Embedding(shape.vocab, hidden, std=std, key=keys[layers], sequence_split=split, rows=vocab)

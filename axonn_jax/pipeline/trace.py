@@ -19,7 +19,7 @@ from axonn_jax.pipeline.partition_jaxpr import cut
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.params import SplitModule, key_of
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import Weights, cast_for_reduction, trained, training
 
@@ -112,7 +112,7 @@ class Stretch:
         if self.reads_tokens:
             given[TOKENS] = struct(jax.ShapeDtypeStruct((self.work.rows, self.work.width), jnp.int32), P(BATCH_AXES))
         if self.keyed:
-            given[KEY] = struct(jax.eval_shape(lambda: jax.random.key(0)), P())
+            given[KEY] = struct(jax.eval_shape(lambda: key_of(0)), P())
             given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
             given[LATER] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
         if self.counts:

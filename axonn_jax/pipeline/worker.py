@@ -20,7 +20,7 @@ from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
 from axonn_jax.tensor.collectives import all_reduce
-from axonn_jax.tensor.params import Params, Specs, SplitModule, square_sum
+from axonn_jax.tensor.params import Params, Specs, SplitModule, key_of, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import Weights
 
@@ -42,9 +42,7 @@ class StageWorker:
         self._replicated = NamedSharding(self.mesh, P())
         self._tokens_sharding = NamedSharding(self.mesh, P(BATCH_AXES))
         self._numbers: list[jax.Array] = []
-        self._fold = jax.jit(
-            lambda seed, step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=self._replicated
-        )
+        self._fold = jax.jit(lambda seed, step: jax.random.fold_in(key_of(seed), step), out_shardings=self._replicated)
         if stage.keyed:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]

@@ -12,6 +12,7 @@ from jax.tree_util import keystr
 from axonn_jax.errors import UserError, first_line
 from axonn_jax.grid import without_mesh
 from axonn_jax.tensor.parallelize.linen import takes_key
+from axonn_jax.tensor.params import key_of
 from axonn_jax.tensor.specs import is_replicated, values_of
 from axonn_jax.train.modules.apart import check_real, is_float
 
@@ -98,5 +99,5 @@ def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
 
 def value_of(loss: Loss, model: Any, batch: Any) -> Any:
     """Return a loss without the numbers beside it."""
-    result = loss(model, batch, jax.random.key(0)) if takes_key(loss) else loss(model, batch)
+    result = loss(model, batch, key_of(0)) if takes_key(loss) else loss(model, batch)
     return result[0] if isinstance(result, tuple) and len(result) == 2 else result

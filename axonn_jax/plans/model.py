@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError, typed_arguments
+from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import MESH_AXES, MOST_DEVICES, Grid, GridShape, divisors, without_mesh
 from axonn_jax.memory.precision import precisions
 from axonn_jax.planner.machines.machine import Machine
@@ -126,8 +126,7 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
         UserError: An argument is wrong, or no grid fits.
     """
     check_loss(loss)
-    if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
-        raise UserError("devices", devices, f"an integer of at least 1 and at most {MOST_DEVICES:,}")
+    integer("devices", devices, 1, MOST_DEVICES)
     where = load_machine(str(machine)).shared(devices)
     module, given = module_of(model), batch_of(batch)
     check_value(module, loss, given.shapes)

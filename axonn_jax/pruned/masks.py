@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.options import PruneScope
+from axonn_jax.tensor.params import key_of
 
 Arrays = list[jax.Array]
 _LARGEST = 2**31 - 1
@@ -56,7 +57,7 @@ def random_masks(
     for names in rounds(weights):
         numbers = jnp.asarray([zlib.crc32(name.encode()) for name in names], jnp.uint32)
         kinds = tuple((weights[name].shape, weights[name].sharding) for name in names)
-        of_round = dict(zip(names, _ready(_drawn(jax.random.key(seed), numbers, kinds)), strict=True))
+        of_round = dict(zip(names, _ready(_drawn(key_of(seed), numbers, kinds)), strict=True))
         if scope == "global":
             drawn |= of_round
         else:

@@ -22,6 +22,23 @@ Role = Literal["", "router", "load", "adapter"]
 """Role of a parameter, declared where it is made. Those with one are float32 in every precision, as are their
 gradients, and never pruned: a router's, the bias whose gradient is its experts' `load` (`experts.load`), and those of
 an `adapter` (`adapters.layers`), beside which no other parameter of a model is trained."""
+GENERATOR = "threefry2x32"
+"""Generator of all random numbers, by name: a site may set jax's default to `rbg`, which draws other numbers in another
+layout or under `jax.vmap`."""
+
+
+def key_of(seed: Any) -> jax.Array:
+    """Return the random key of a seed."""
+    return jax.random.key(seed, impl=GENERATOR)
+
+
+def portable_keys(key: jax.Array, count: int) -> list[jax.Array]:
+    """Return keys of `GENERATOR`, made of a user's key of any generator by its first words, so many as asked for.
+
+    The words of a seed's key are those of `key_of` with `rbg` too, so a model has the same weights with both.
+    """
+    root = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=GENERATOR)
+    return [jax.random.fold_in(root, number) for number in range(count)]
 
 
 def normal_param(

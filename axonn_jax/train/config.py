@@ -35,9 +35,6 @@ from axonn_jax.options import (
 )
 from axonn_jax.pruned.config import PruneConfig as PruneConfig
 
-LOCK = "run.lock"
-"""Lock file in `log.dir`, held by the run that trains there."""
-
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):

@@ -1,8 +1,7 @@
 """Run of training: a checked config becomes a model, a trainer and a run directory."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
 from axonn_jax.channels import choose
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
-from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, together
+from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, only_run_in, together
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.processes import World
-from axonn_jax.documents import Held, held, in_sight, made
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import precisions
@@ -28,8 +26,9 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+from axonn_jax.tensor.params import key_of
 from axonn_jax.terminal import say
-from axonn_jax.train.config import LOCK, Config, TrainConfig
+from axonn_jax.train.config import Config, TrainConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.loop import Run
@@ -158,7 +157,7 @@ def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
     """Return a function that makes the model of a checked config, with these options of a `Transformer`."""
     given = {"attention": config.model.attention, "moe": config.moe, **options}
-    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(config.train.seed), **given)
+    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(key_of(config.train.seed)), **given)
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: bool = False) -> AttentionForm:
@@ -167,36 +166,6 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: boo
     dtype = precisions(config.memory.precision).compute.name
     rule = shape.attention_rule(0)
     return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, rule, packed=packed)
-
-
-@contextlib.contextmanager
-def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's directory; the run's first process does that for all of them.
-
-    The directory is made, and removed in the end if it stays empty, as on bad input.
-
-    Raises ``UserError`` on all processes where another run holds the directory, it cannot be written, or processes do
-    not share it; nothing in it has been touched then.
-    """
-    with contextlib.ExitStack() as stack:
-        fault = ""
-        if sync.rank == 0:
-            try:
-                stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
-                if not stack.enter_context(held(Path(directory) / LOCK)):
-                    say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
-            except Held as holder:
-                fault = f"a directory without another run; {holder} trains in this one"
-            except OSError as error:
-                fault = f"a directory that can be written in: {error.strerror or error}"
-        if (fault := sync.gather(fault)[0]) != "":
-            raise UserError("log.dir", directory, fault)
-        lock = Path(directory) / LOCK
-        locks = sync.gather(lock.read_text() if in_sight(lock) else "")
-        if away := [rank for rank, content in enumerate(locks) if content != locks[0]]:
-            accepted = f"a directory shared by all processes; rank {away[0]} does not see rank 0's files"
-            raise UserError("log.dir", directory, accepted)
-        yield
 
 
 def verify_data(path: str, sync: HostSync) -> None:

@@ -20,12 +20,13 @@ from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.tokenize import alike
-from axonn_jax.distributed.host_sync import HostSync, host_sync, together
+from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.hub import commit_of, found
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
+from axonn_jax.terminal import say
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.base import facts_of, shape_of, take
@@ -40,18 +41,18 @@ _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to
 
 
 def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Save all of an engine's state and the run's `facts`, and wait.
-
-    Raises ``OSError`` with the reason of a failure.
-    """
-    sync = host_sync(engine.grid)
-    saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
-    _begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
-    with engine.saving():
-        error = saver.settle()
-        saver.close()
+    """Save all of an engine's state and the run's `facts` and wait; raises ``OSError`` with the reason of a failure."""
+    # The run whose checkpoints the directory has, if any, may be at work.
+    sync, run = host_sync(engine.grid), directory.parent if directory.name == FOLDER else directory
+    failed = f"the checkpoint of step {step} was not saved in {directory}:"
+    with only_run_in(str(run), sync, say, lambda _, accepted: OSError(f"{failed} it takes {accepted}")):
+        saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
+        _begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
+        with engine.saving():
+            error = saver.settle()
+            saver.close()
     if error:
-        raise OSError(f"the checkpoint of step {step} was not saved in {directory}: {error}")
+        raise OSError(f"{failed} {error}")
     return directory / name_of(step)
 
 

@@ -112,7 +112,8 @@ class Trainer:
             optimizer = averaging(optimizer, ema)
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
-        given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
+        given: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
+        given["microbatches"] = integer("microbatches", microbatches, 1)
         self._numbers: Callable[[Any, Any], Any] | None = None
         with grid.entered():
             if loss is not None:
@@ -159,6 +160,7 @@ class Trainer:
 
         return self.engine.merged({name: copied(name, value) for name, value in params.items()})
 
+    @typed_arguments
     def rows(self, sequences: int) -> list[int]:
         """Return this process's sequences of a global batch (all in a run of one process)."""
         return self.engine.batches.local(integer("sequences", sequences, 1))
@@ -232,6 +234,7 @@ class Trainer:
         numbers = [each for _, _, each in results]
         return (total, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else total
 
+    @typed_arguments
     @_on_own_mesh
     def set(self, /, **numbers: float) -> None:
         """Replace numbers of the optimizer from the next step on, as `set(learning_rate=1e-4)`.
@@ -242,6 +245,9 @@ class Trainer:
         Raises:
             UserError: The optimizer keeps no number of that name.
         """
+        for name, number in numbers.items():
+            if not isinstance(number, int | float):
+                raise UserError(name, number, "a number")
         for store in self.engine.stores.values():
             store.set(numbers)
 

@@ -43,6 +43,8 @@ def test_logits_are_those_of_peft(kind, directory):
 def test_files_written_are_the_files_read(directory, tmp_path):
     adapter = read_adapter(directory, adapted.SHAPE, "directory")
     write_adapter(tmp_path, adapter, adapted.SHAPE)
+    (tmp_path / "plain").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # as umask says
     assert read_adapter(tmp_path, adapted.SHAPE, "directory").config == adapter.config
     got, want = load_file(tmp_path / TENSORS), load_file(directory / TENSORS)
     assert got.keys() == want.keys()

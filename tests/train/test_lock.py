@@ -27,12 +27,10 @@ from launched import (
     write_config,
 )  # fmt: skip
 
-from axonn_jax.distributed.host_sync import LocalSync
+from axonn_jax.distributed.host_sync import LOCK, LocalSync, only_run_in
 from axonn_jax.documents import held
 from axonn_jax.errors import UserError
 from axonn_jax.tracking.records import read_metrics
-from axonn_jax.train.config import LOCK
-from axonn_jax.train.main import only_run_in
 
 REFUSED = r"error: log\.dir = '.*': a directory without another run; (process (\d+) on \S+ since .*) trains in"
 # A run that starts a program which outlives it, and which has all its open files but those closed on exec.

@@ -2,6 +2,7 @@
 
 import functools
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from trainers import losses, make_trainer
 
 import axonn_jax as ax
 from axonn_jax import GridShape, UserError
+from axonn_jax.pruned.masks import random_masks
 from axonn_jax.tensor.elementwise import DropoutKey
 
 VOCAB, WIDTH, STEPS = 24, 8, 4
@@ -190,3 +192,63 @@ def test_what_cannot_be_trained_is_refused_in_one_line(layer, said, pipe):
     with pytest.raises(UserError, match=said) as raised:
         curve(model(layer), {"pipe": pipe})
     assert "\n" not in str(raised.value)
+
+
+KEY = "threefry2x32"
+DROPS = ax.models.ModelShape(layers=2, hidden=16, heads=4, kv_heads=4, ffn=32, vocab=VOCAB, seq_len=6, dropout=0.3)
+GRIDS = [{}, {"x": 2}, {"y": 2, "z": 2}, {"data": 2}, {"data": 2, "z": 2, "x": 2}, {"pipe": 2, "data": 2}]
+
+
+@functools.cache
+def under(generator, axes, microbatches, make):
+    """Losses of two steps under a default generator of jax."""
+    with jax.default_prng_impl(generator):
+        trainer = make_trainer(make, optax.adam(3e-2), GridShape(**dict(axes)), microbatches=microbatches)
+        found = losses(trainer, BATCHES[:2])
+        trainer.close()
+    return found
+
+
+def dropping_transformer():
+    return ax.models.Transformer(DROPS, rngs=nnx.Rngs(jax.random.key(0, impl=KEY)))
+
+
+def seeded_transformer():
+    return ax.models.Transformer(DROPS, rngs=nnx.Rngs(0))
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("generator", "axes", "microbatches"),
+    [
+        ("rbg", {"y": 2, "z": 2}, 2),
+        *(slow(each, axes, count) for each in (KEY, "rbg", "unsafe_rbg") for axes in GRIDS for count in (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_masks_are_those_of_one_generator_whatever_jax_has_as_default(generator, axes, microbatches):
+    found = under(generator, tuple(axes.items()), microbatches, dropping_transformer)
+    np.testing.assert_allclose(found, under(KEY, (), 1, dropping_transformer), rtol=TOLERANCE["fp32"])
+
+
+def test_weights_of_a_seed_are_the_same_on_every_grid_under_every_generator():
+    kernels = {}
+    for generator in (KEY, "rbg", "unsafe_rbg"):
+        for axes in ({}, {"y": 2, "z": 2}):
+            grid = grids.lay(GridShape(**axes))
+            with jax.default_prng_impl(generator), grid.entered():
+                kernels[generator, *axes] = np.asarray(seeded_transformer().blocks[1].mlp.up.kernel[...])
+        np.testing.assert_array_equal(kernels[generator,], kernels[generator, "y", "z"])
+    np.testing.assert_array_equal(kernels["rbg",], kernels[KEY,])
+
+
+def test_masks_of_random_pruning_are_those_of_one_generator():
+    laid = jax.device_put(jnp.ones((16, 16)), jax.devices()[0])
+    found = []
+    for generator in (KEY, "rbg", "unsafe_rbg"):
+        with jax.default_prng_impl(generator):
+            found.append(np.asarray(random_masks({"kernel": laid}, 0.5, "layer", 0)["kernel"]))
+    assert all(np.array_equal(each, found[0]) for each in found)

@@ -19,11 +19,11 @@ from typing import IO, Annotated
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli.launch import slurm
 from axonn_jax.cli_args import Arg, NotNegative
+from axonn_jax.distributed.host_sync import LOCK
 from axonn_jax.distributed.processes import MET
 from axonn_jax.documents import Held, held, own_file, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
-from axonn_jax.train.config import LOCK
 from axonn_jax.train.config_file import read, split_argv
 from axonn_jax.train.signals import SIGNALS, handled
 

@@ -22,6 +22,7 @@ from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Key, TreeLeaf, plan_loss
 from axonn_jax.tensor.parallelize.transfers import Entry
+from axonn_jax.tensor.params import key_of
 from axonn_jax.tensor.specs import values_of
 
 Loss = Callable[..., Any]
@@ -190,7 +191,7 @@ def parallelize_linen(
 def _parallelized(
     loss: Loss, params: Any, grid: Grid, batch: Any, overrides: Mapping[str, str]
 ) -> tuple[LinenLoss, Any]:
-    key, axes = (jax.random.key(0),) if takes_key(loss) else (), MappedAxes()
+    key, axes = (key_of(0),) if takes_key(loss) else (), MappedAxes()
 
     def traced(params: Any, batch: Any) -> Any:
         return axes.call(lambda: loss(params, batch, *key))

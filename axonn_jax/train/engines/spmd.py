@@ -26,7 +26,7 @@ from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.state.param_store import ParamStore
-from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
+from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, TokenBatches
@@ -115,7 +115,7 @@ class SpmdEngine:
 
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
         self.grid, self.batches, self._job = grid, job.batches, job
-        self._key = jax.random.key(seed) if job.draws else None
+        self._key = key_of(seed) if job.draws else None
         self._carried = job.carried
         how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
         self.store = ParamStore(

@@ -29,7 +29,7 @@ from axonn_jax.options import AttentionKernel, ScanLayers
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.params import Params, SplitModule, split_module
+from axonn_jax.tensor.params import Params, SplitModule, key_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.on_mesh import OnMesh
@@ -207,7 +207,7 @@ def abstract(
     model = nnx.eval_shape(make)
     model.check_grid(grid.shape)
     grid.shape.check_batch(sequences, microbatches)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
+    key = jax.eval_shape(lambda: key_of(0)) if shape.dropout > 0.0 else None
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
 

@@ -20,7 +20,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from axonn_jax.errors import UserError, first_line
 from axonn_jax.tensor.parallelize.linen import MappedAxes, takes_key
-from axonn_jax.tensor.params import Params, copied
+from axonn_jax.tensor.params import Params, copied, key_of
 from axonn_jax.tensor.specs import values_of
 from axonn_jax.terminal import say
 from axonn_jax.train.modules.own_tree import OwnTree
@@ -123,7 +123,7 @@ class Apart(ABC):
 
         An evaluation has the same key for all rows. Raises ``UserError`` for results that cannot be averaged.
         """
-        result = loss(model, rows, *(((jax.random.key(0) if key is None else key),) if self.keyed else ()))
+        result = loss(model, rows, *(((key_of(0) if key is None else key),) if self.keyed else ()))
         value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         accepted = "a function that returns a scalar, or (scalar, numbers)"
         if not hasattr(value, "dtype") and not isinstance(value, float):
