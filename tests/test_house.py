@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 48_700,
-    "lines of tests": 40_100,
+    "lines": 48_900,
+    "lines of tests": 40_400,
     "lines of scripts": 14_384,
     "files": 320,
     "files in the root": 10,
@@ -27,7 +27,7 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 20_940,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 21_000,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 
