@@ -33,7 +33,7 @@ _FORMS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 
 @dataclass(frozen=True)
 class Computation:
-    """What a program computes: its text, in which variables have the names of their order, and its constants."""
+    """Text and constants of a traced program, whose variables are named in their order: equal programs, equal texts."""
 
     text: str
     constants: tuple[Any, ...]
@@ -75,9 +75,9 @@ def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, 
     def through(eqn: Any, kinds: list[int]) -> Sequence[int]:
         return _through(eqn, kinds, shape, through)
 
-    found = follow(closed.jaxpr, [kind(var.aval) for var in closed.jaxpr.invars], _UNIFORM, through)
-    wanted = zip(found, (var.aval.shape == shape for var in closed.jaxpr.outvars), strict=True)
-    return all(each <= (_ALIGNED if is_aligned else _UNIFORM) for each, is_aligned in wanted)
+    result_kinds = follow(closed.jaxpr, [kind(var.aval) for var in closed.jaxpr.invars], _UNIFORM, through)
+    pairs = zip(result_kinds, (var.aval.shape == shape for var in closed.jaxpr.outvars), strict=True)
+    return all(each <= (_ALIGNED if is_aligned else _UNIFORM) for each, is_aligned in pairs)
 
 
 def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -> Sequence[int]:
@@ -92,7 +92,7 @@ def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -
         return [worst] * len(eqn.outvars)
     if name in _FORMS:
         before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-        kept = before.shape == after.shape or (worst == _UNIFORM and (before.size == 1 or after.shape != shape))
-        return [worst if kept else _MIXED]
+        keeps_places = before.shape == after.shape or (worst == _UNIFORM and (before.size == 1 or after.shape != shape))
+        return [worst if keeps_places else _MIXED]
     # Of the parameter's shape nothing but a repeated number is the same for every part: positions and draws are not.
     return [_MIXED if worst or (var.aval.shape == shape and shape) else _UNIFORM for var in eqn.outvars]

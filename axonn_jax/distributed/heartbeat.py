@@ -272,7 +272,7 @@ def _end(line: str, status: int, farewell: Callable[[int], None]) -> None:
     """Leave at once: an orderly exit would wait in MPI or jax for the missing process, as the main thread does."""
     if line:
         _say(line)
-    told = threading.Thread(target=farewell, args=(status,), daemon=True)  # it may wait for a service
-    told.start()
-    told.join(_FAREWELL_S)
+    last_words = threading.Thread(target=farewell, args=(status,), daemon=True)  # it may wait for a service
+    last_words.start()
+    last_words.join(_FAREWELL_S)
     os._exit(status)

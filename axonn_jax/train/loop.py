@@ -172,10 +172,10 @@ class Run:
             self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
         self.say("; ".join([", ".join(done), *self._pictures(step), saved]))
         if self.config.checkpoint.best and math.isfinite(self.best.loss):
-            kept, losses = self.checkpoints.saver.best, self.checkpoints.saver.losses
-            where = str(self._checkpoint(kept)) if kept else "(none)"
-            if kept and kept != self.best.step:  # the save of a better one failed, or initial weights were better
-                where = f"(none); the best one, {losses[kept]:.4f}, is {where}"
+            best, losses = self.checkpoints.saver.best, self.checkpoints.saver.losses
+            where = str(self._checkpoint(best)) if best else "(none)"
+            if best and best != self.best.step:  # the save of a better one failed, or initial weights were better
+                where = f"(none); the best one, {losses[best]:.4f}, is {where}"
             self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {where}")
         self._say_undone()
         return 1 if error else 0

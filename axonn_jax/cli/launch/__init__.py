@@ -92,9 +92,8 @@ def run(args: Launch) -> int:
     launcher = [] if args.mpirun else slurm.srun(args.processes, config.grid.pipe, os.environ)
     if not launcher and args.processes > 1:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
-        if args.mpirun is None and "Open MPI" in slurm.answer(
-            [launcher[0], "--version"]
-        ):  # Hydra refuses unknown options
+        # Hydra refuses unknown options.
+        if args.mpirun is None and "Open MPI" in slurm.answer([launcher[0], "--version"]):
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
