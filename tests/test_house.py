@@ -14,7 +14,7 @@ ALLOWED = {
     "lines": 48_900,
     "lines of tests": 40_400,
     "lines of scripts": 14_384,
-    "files": 320,
+    "files": 321,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,

@@ -83,7 +83,11 @@ class DeviceOptimizer:
 
         def update(before: Any, grads: Params) -> Any:
             masters, optimizer = before
-            grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
+            # A region over the live axes alone leaves its mesh in the gradients' type. An optimizer that draws noise
+            # lays it out by that type, which jax refuses under another mesh.
+            layouts = {name: NamedSharding(self.mesh, self.state_specs[name]) for name in grads}
+            placed = lax.with_sharding_constraint(grads, layouts)
+            grads = {name: grad.astype(jnp.float32) * factor for name, grad in placed.items()}
             updates, optimizer = updated(self.optimizer, grads, optimizer, masters, value)
             return optax.apply_updates(masters, updates), optimizer
 

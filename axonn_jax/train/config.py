@@ -51,8 +51,8 @@ class TrainConfig(Settings):
     microbatches: Count = 1
     """Parts of a step's batch, processed one after the other with accumulated gradients."""
     optimizer: Optimizer = "adamw"
-    """Optimizer of the weights. muon: of blocks' kernels, beside AdamW for the others; adamw_bf16: with first moments
-    in bf16."""
+    """Optimizer of the weights. muon: of blocks' kernels, queries, keys and values each by itself, beside AdamW for the
+    others; adamw_bf16: with first moments in bf16."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     warmup: CountOrZero = 0

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,11 +14,10 @@ import optax
 
 from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
-from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update, owner
+from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.models.protocol import Model
-from axonn_jax.models.vocabulary import Padded
 from axonn_jax.options import Optimizer, is_muons
-from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.tensor.params import SplitModule
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
@@ -104,16 +103,17 @@ def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
     Tables, the head, vectors and experts' kernels are AdamW's.
     """
 
-    def matrices(params: Mapping[str, Any]) -> dict[str, Any]:
-        numbers = optax.contrib.MuonDimensionNumbers()
+    def labels(params: Mapping[str, Any]) -> dict[str, str]:
         ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}  # optax also asks with parts masked
-        return {name: numbers if is_muons(name, rank) else None for name, rank in ranks.items()}
+        return {name: "muon" if is_muons(name, rank) else "adam" for name, rank in ranks.items()}
 
-    decay = c.weight_decay
-    return optax.contrib.muon(
-        rate, beta=c.beta1, eps=c.eps, adam_b1=c.beta1, adam_b2=c.beta2, consistent_rms=0.2, weight_decay=decay,
-        adam_weight_decay=decay, weight_decay_mask=_decay(c)["mask"], muon_weight_dimension_numbers=matrices,
-    )  # fmt: skip
+    # Not `optax.contrib.muon`: its other optimizer has Nesterov's momentum, and decays norms and biases whatever a mask
+    # says. Links and labels are in its order, so that a checkpoint has the same names.
+    like_adamw = optax.stateless_with_tree_map(lambda update, _: 0.2 * max(update.shape) ** 0.5 * update)
+    rows_and_columns = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers())
+    whitened = optax.contrib.scale_by_muon(beta=c.beta1, eps=c.eps, weight_dimension_numbers=rows_and_columns)
+    muon = optax.chain(whitened, like_adamw, optax.add_decayed_weights(**_decay(c)), optax.scale_by_learning_rate(rate))
+    return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](rate, c)}, labels)
 
 
 OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransformation]] = {
@@ -162,46 +162,6 @@ def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[s
     if prune.prunes and not check_offload(optimizer, "prune.density below 1", layers_once(params)):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)
-
-
-def unpadded(
-    optimizer: optax.GradientTransformation, trained: Params, padding: Mapping[str, Padded]
-) -> optax.GradientTransformation:
-    """Return an optimizer to which table and head have no padding, so that norms and means are the same on every grid.
-
-    One that treats every element by itself needs none of that. State as large as its parameter stays padded as that is.
-    """
-    own = {name: trained[name] for name in padding if name in trained}
-    with suppress(Exception):  # of a stranger's code, or it looks at all parameters together
-        if not own or check_offload(optimizer, "a padded vocabulary", own):
-            return optimizer
-    tx = optax.with_extra_args_support(optimizer)
-
-    def fitted(tree: Any, like: Params, *, grows: bool = False) -> Any:
-        """Return a tree of parameters or state with the true vocabulary, or where it `grows` sizes of `like`."""
-
-        def fit(path: Any, leaf: Any) -> Any:
-            if (name := owner(path, own)) is None:
-                return leaf
-            whole, (dim, _, used) = like[name].shape, padding[name]
-            true = (*whole[:dim], min(used, whole[dim]), *whole[dim + 1 :])
-            have, want = (true, whole) if grows else (whole, true)
-            if leaf.shape != have:
-                return leaf
-            kept = leaf[tuple(map(slice, want))]
-            return jnp.pad(kept, [(0, to - size) for size, to in zip(kept.shape, want, strict=True)])
-
-        return jax.tree_util.tree_map_with_path(fit, tree)
-
-    def init(params: Any) -> Any:
-        return fitted(tx.init(fitted(params, params)), params, grows=True)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        given = (fitted(tree, grads) for tree in (grads, state, params))
-        updates, state = tx.update(*given, **extra)
-        return fitted(updates, grads, grows=True), fitted(state, grads, grows=True)
-
-    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 class Averaged(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 from trainers import make_trainer, params
 
 from axonn_jax import GridShape, UserError
+from axonn_jax.models.huggingface.entries import to_huggingface
 from axonn_jax.train.config import TrainConfig
 from axonn_jax.train.optimizer import make_optimizer
 
@@ -123,3 +124,68 @@ def test_padding_of_the_vocabulary_is_no_part_of_a_named_optimizers_means(name, 
     assert piped.load(wide.save(tmp_path, 2)) == 2
     assert losses(piped, 2) == pytest.approx(want[2:], rel=1e-5)
     piped.close()
+
+
+GROUPED = replace(grids.LLAMA, layers=1, hidden=32, heads=4, kv_heads=2, ffn=48, seq_len=8)
+NAMED_MUON = make_optimizer(TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.0, schedule="constant", steps=10))
+
+
+def published_step(grad):
+    """Return the first step of the published Muon (arXiv 2502.16982, algorithm 1 and equation 4), of rate 1e-2."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = grad.astype(np.float64) / np.linalg.norm(grad)
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return -1e-2 * 0.2 * max(grad.shape) ** 0.5 * x
+
+
+def first_step(optimizer, axes):
+    """Return what a step adds to the weights, by Hugging Face's names."""
+    trainer = make_trainer(grids.model_on(GROUPED, grids.lay(GridShape())), optimizer, grids.lay(axes), clip=0.0)
+    before = params(trainer)
+    trainer.step(BATCH)
+    after = params(trainer)
+    trainer.close()
+    return to_huggingface({name: after[name] - before[name] for name in before}, GROUPED)
+
+
+@pytest.mark.parametrize("axes", [GridShape(), GridShape(z=2, y=2)], ids=str)
+@pytest.mark.parametrize("optimizer", [NAMED_MUON, optax.contrib.muon(1e-2, consistent_rms=0.2)], ids=["ours", "optax"])
+def test_muon_takes_queries_keys_and_values_as_matrices_of_their_own(optimizer, axes):
+    grads, steps = first_step(optax.sgd(-1.0), GridShape()), first_step(optimizer, axes)
+    kernels = [name for name in grads if "_proj" in name]
+    assert len(kernels) == 7
+    for name in kernels:
+        want = published_step(grads[name])
+        # Gradients are differences of weights a hundred times as large, which the iteration makes larger.
+        assert np.linalg.norm(steps[name] - want) < 5e-4 * np.linalg.norm(want), name
+
+
+def test_muons_adamw_leaves_norms_alone():
+    """Without decay of norms they are as if nothing decayed; AdamW's first step is the rate, without Nesterov's."""
+    decayed = make_optimizer(TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.5, schedule="constant", steps=10))
+    plain, steps = first_step(NAMED_MUON, GridShape()), first_step(decayed, GridShape())
+    for name, step in steps.items():
+        if "norm" in name:
+            np.testing.assert_array_equal(step, plain[name], err_msg=name)
+            np.testing.assert_allclose(np.abs(step), 1e-2, rtol=1e-2, err_msg=name)
+        else:
+            assert np.abs(step - plain[name]).max() > 1e-5, name
+
+
+def test_labels_that_know_one_kernel_alone_are_refused_with_muon():
+    names = {"blocks.0.attention.qkv.kernel": optax.contrib.MuonDimensionNumbers()}
+    trained = params(make_trainer(GROUPED, optax.sgd(0.1), GridShape()))
+    numbers = {name: names.get(name) for name in trained}
+    says = "^optimizer = .*blocks.0.attention.qkv.query.kernel.*: one whose masks and labels are functions"
+    with pytest.raises(UserError, match=says):
+        make_trainer(GROUPED, optax.contrib.muon(0.1, muon_weight_dimension_numbers=numbers), GridShape())
+
+
+def test_an_optimizer_that_draws_noise_is_the_same_on_every_grid():
+    noisy = optax.noisy_sgd(1e-2, key=jax.random.key(0))
+    plain = first_step(noisy, GridShape())
+    for axes in GridShape(data=2), GridShape(z=2, y=2):
+        for name, step in first_step(noisy, axes).items():
+            np.testing.assert_allclose(step, plain[name], rtol=0, atol=1e-7, err_msg=name)

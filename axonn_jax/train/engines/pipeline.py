@@ -26,6 +26,7 @@ from axonn_jax.schedule.dispatcher import OrderedDispatcher, forward_only
 from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.state.param_store import ParamStore
+from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
@@ -34,7 +35,7 @@ from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
 from axonn_jax.train.engines.step import StepMetrics, masters
-from axonn_jax.train.optimizer import check_optimizer, unpadded
+from axonn_jax.train.optimizer import check_optimizer
 from axonn_jax.train.validate import check_pipeline
 
 _SHAPES = 4
@@ -75,7 +76,7 @@ class PipelineEngine:
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
         check_optimizer(optimizer, checked, split, memory, prune)
-        optimizer = unpadded(optimizer, split.trained, self._padding)
+        optimizer = published_matrices(optimizer, abstract, split.trained)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
         self.precisions = replace(masters(memory, grid, apart=prune.prunes)[2], wide=frozenset(split.roles))

@@ -26,6 +26,7 @@ from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.state.param_store import ParamStore
+from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
@@ -33,7 +34,7 @@ from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.program import exposed
 from axonn_jax.train.engines.programs import StepPrograms
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
-from axonn_jax.train.optimizer import check_optimizer, unpadded
+from axonn_jax.train.optimizer import check_optimizer
 
 Build = Callable[[PrunedLayout | None], tuple[Stack, Any, TrainStep]]
 """Function of the parameters' forms -> how layers are stacked, the program of the gradients, and the step."""
@@ -90,7 +91,7 @@ def model_job(
     made = split_module(model)
     check_optimizer(optimizer, checked, made, memory, prune)
     padding = padding_of(model)
-    optimizer = unpadded(optimizer, made.trained, padding)
+    optimizer = published_matrices(optimizer, model, made.trained)
     parts = shapes_of(made)  # no array of the model's may live as long as the engine
     like = parts.merge(parts.params)
     return Job(
