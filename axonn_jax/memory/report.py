@@ -69,6 +69,7 @@ def state_bytes(
     beside its moments (a step count) are left out. Under Adam, with nothing replicated and P parameters a device, that
     is fp32 16 P; bf16 and fp16 16 P (weights are the float32 ones), 18 P with masters apart and float32 sums; with
     offload on the device 4 P where sums are in the compute dtype and 6 P where they are float32, and 12 P on the host.
+    Parameters with a role, such as a norm's, have 2 bytes more wherever these have 2.
     """
     local = _elements(shapes, specs, mesh)
     kept = _elements(shapes, state_specs, mesh)

@@ -121,8 +121,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, features: int, *, eps: float):
         self.eps = eps
-        self.scale = constant_param((features,), 1.0, P(FEATURE_AXIS))
-        self.shift = constant_param((features,), 0.0, P(FEATURE_AXIS))
+        self.scale = constant_param((features,), 1.0, P(FEATURE_AXIS), role="norm")
+        self.shift = constant_param((features,), 0.0, P(FEATURE_AXIS), role="norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features/Gx] -> same; collectives as in `layer_norm`."""
@@ -134,7 +134,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, features: int, *, eps: float, offset: float = 0.0, axis: str = FEATURE_AXIS):
         self.eps, self.offset, self.axis = eps, offset, axis
-        self.scale = constant_param((features,), 1.0 - offset, P(axis) if axis else P())
+        self.scale = constant_param((features,), 1.0 - offset, P(axis) if axis else P(), role="norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features/Gx] -> same; collectives as in `rms_norm`.

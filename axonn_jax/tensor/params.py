@@ -18,10 +18,10 @@ from axonn_jax.tensor.specs import spec_axes
 
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
-Role = Literal["", "router", "load", "adapter"]
+Role = Literal["", "norm", "router", "load", "adapter"]
 """Role of a parameter, declared where it is made. Those with one are float32 in every precision, as are their
-gradients, and never pruned: a router's, the bias whose gradient is its experts' `load` (`experts.load`), and those of
-an `adapter` (`adapters.layers`), beside which no other parameter of a model is trained."""
+gradients, and never pruned: a norm's and a router's, which are read in float32, the bias whose gradient is its experts'
+`load` (`experts.load`), and those of an `adapter` (`adapters.layers`), beside which no other parameter is trained."""
 GENERATOR = "threefry2x32"
 """Generator of all random numbers, by name: a site may set jax's default to `rbg`, which draws other numbers in another
 layout or under `jax.vmap`."""

@@ -3,14 +3,16 @@
 import functools
 
 import hlo_text
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import trainers
-from memory_runs import ADAMW, BUCKET, WAYS, batches, made, slow
+from memory_runs import ADAMW, BUCKET, SHAPE, WAYS, batches, made, slow
 from trainers import params, same
 
 from axonn_jax import GridShape, UserError
+from axonn_jax.train.config import PruneConfig
 from axonn_jax.train.optimizer import decayed
 
 GRIDS = [GridShape(data=2, z=2, x=2), GridShape(pipe=2, data=2, x=2)]
@@ -102,3 +104,28 @@ def test_what_looks_at_all_parameters_is_refused_by_name(grid):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     with pytest.raises(UserError, match=r"optimizer = '[^']*clip_by_global_norm[^']*'.*every parameter by itself"):
         made(grid, optimizer, offload="optimizer")
+
+
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        (GridShape(data=2), {"zero": 1, "offload": "optimizer"}),
+        pytest.param(GridShape(pipe=2), {"offload": "optimizer"}, marks=slow),
+        pytest.param(GridShape(), {"prune": PruneConfig(density=0.5)}, marks=slow),
+        pytest.param(GridShape(data=2), {"zero": 1, "accumulate": "compute"}, marks=slow),
+    ],
+    ids=str,
+)
+def test_norms_are_float32_beside_kernels_in_half_precision(grid, options):
+    """A bfloat16 next to 1 is 1/256 away, several steps of Adam."""
+    trainer = made(grid, precision="bf16", **options)
+    trainer.step(batches(1)[0])
+    stored = {name: w for store in trainer.engine.stores.values() for name, w in store.weights.items()}
+    norms = {name: w.dtype for name, w in stored.items() if "norm" in name}
+    masters = {name: w for name, w in trainer.engine.params.items() if "norm" in name}
+    trainer.close()
+    assert len(norms) == 2 * SHAPE.layers + 1
+    assert set(norms.values()) == {jnp.dtype("float32")}
+    for name, master in masters.items():
+        np.testing.assert_array_equal(stored[name], master, err_msg=name)
+    assert stored["embedding.table"].dtype == jnp.bfloat16

@@ -11,6 +11,7 @@ import pytest
 from memory_runs import batches, made, slow
 
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.precision import FULL
 from axonn_jax.memory.report import lines
 
 
@@ -37,6 +38,19 @@ STATES = [
     ({"precision": "bf16", "zero": 1, "offload": "optimizer", "accumulate": "compute"}, 2 + 2 / 2, 12 / 2),
 ]
 LARGER = 5000
+
+
+def expected(trainer, options, device):
+    """Return bytes a parameter times parameters, and of norms what float32 weights and sums have more."""
+    dtypes = trainer.engine.precisions
+    norms = sum(value.size for name, value in trainer.engine.params.items() if "norm" in name)
+    wider = FULL.weights.itemsize - dtypes.weights.itemsize
+    weights = sum(planned.weights for planned in planned_of(trainer).values())
+    total = (weights - wider * norms) // dtypes.weights.itemsize
+    sums = (FULL.grad_dtype.itemsize - dtypes.grad_dtype.itemsize) // replicas(options)
+    return device * total + (wider + sums) * norms, total
+
+
 QUICK = (STATES[0], STATES[4])
 
 
@@ -62,9 +76,9 @@ def test_live_arrays_of_a_step_are_what_the_formula_says(pipe, state):
     trainer.step(batches(1)[0])
     places = planned_of(trainer)
     found = {kind: sum(begin[kind] for begin in updates.begin.values()) for kind in ("device", "host")}
-    total = sum(planned.weights for planned in places.values()) // trainer.engine.precisions.weights.itemsize
+    want, total = expected(trainer, options, device)
     assert len(updates.begin) == len(places)
-    assert found == {"device": device * total, "host": host * total}
+    assert found == {"device": want, "host": host * total}
     assert found["device"] == sum(planned.device for planned in places.values())
     assert found["host"] == sum(planned.host for planned in places.values())
     buckets = 3 * 12 * LARGER if host else 0
@@ -88,8 +102,7 @@ def test_one_program_of_a_step_has_state_as_arguments_and_gradients_among_its_te
     batch = batches(1)[0]
     found = trainer.engine.compiled_step(batch).memory_analysis()
     (planned,) = planned_of(trainer).values()
-    total = planned.weights // trainer.engine.precisions.weights.itemsize
-    assert planned.device == device * total
+    assert planned.device == expected(trainer, options, device)[0]
     assert planned.host == host == 0
     tokens, numbers = batch.nbytes // replicas(options), 256
     assert 0 <= found.argument_size_in_bytes - (planned.device - planned.gradients) - tokens < numbers
