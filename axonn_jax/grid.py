@@ -1,5 +1,6 @@
 """The grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import isqrt, prod
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from axonn_jax.errors import UserError, integer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import jax
@@ -135,14 +136,19 @@ class Grid(NamedTuple):
         """Processes of one stage; 1 also where one process holds all stages."""
         return max(1, self.size // self.shape.pipe)
 
-    def entered(self) -> "AbstractContextManager[object]":
-        """Return a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
+    @contextmanager
+    def entered(self) -> "Iterator[None]":
+        """Enter a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
 
-        Inside, the mesh of an earlier grid or of a script's `jax.set_mesh` is not set.
+        Inside, a mesh of a script's `jax.set_mesh` is not set, and Flax does not lay variables out by the names of
+        axes that a model's author gave them, which are another mesh's. Outside, all is as it was.
         """
         import jax
+        from flax import nnx
 
-        return jax.set_mesh(self.mesh) if self.shape.pipe == 1 else without_mesh()
+        mesh = jax.set_mesh(self.mesh) if self.shape.pipe == 1 else without_mesh()
+        with mesh, nnx.use_eager_sharding(False):
+            yield
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Lay a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.

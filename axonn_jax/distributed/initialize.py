@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from axonn_jax.channels.mpi4jax import widen_pool
 from axonn_jax.distributed import gpus
 from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, meeting_place, world_comm
-from axonn_jax.distributed.network import listen_at, offer
+from axonn_jax.distributed.network import listen_at, offer, past_proxy
 from axonn_jax.distributed.processes import MET, World, detect, explicit_world, slurm_notice
 from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
@@ -86,14 +87,12 @@ def describe(world: World, grid: Grid) -> str:
 def start(
     shape: GridShape, explicit: World | None = None, settings: str = "", channel: ChannelName = "auto"
 ) -> tuple[World, Grid]:
-    """Start the run's processes like `init`, without printing; without a pipeline `jax.set_mesh` sets the grid's mesh.
+    """Start the run's processes like `init`, without printing.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
     ``UserError`` names the first differing line, before anything waits for a process with another program. `channel` is
     the one that a pipeline's user asks for.
     """
-    from flax import nnx
-
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
     taken = shape.pipe == 1 and jax.distributed.is_initialized()
@@ -127,8 +126,6 @@ def start(
             join(world)
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
-    grid.entered()
-    nnx.use_eager_sharding(False)  # a model's author names axes of another mesh
     if world.size > 1:
         _warm_up(grid.mesh)
     return world, grid
@@ -203,7 +200,10 @@ def say(world: World, notice: str) -> None:
 
 
 def _make_cpu_devices(count: int) -> None:
-    """Virtual CPU devices, if nothing has started jax yet and nobody asked for another number."""
+    """Make virtual CPU devices if jax has not started and nobody asked for a number, or by XLA_FLAGS for enough."""
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if flags and int(flags[-1]) >= count:
+        return
     if not compat.backends_started() and getattr(jax.config, "jax_num_cpu_devices", -1) < 1:
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -224,7 +224,10 @@ def _devices(shape: GridShape, world: World) -> Sequence[object]:
         where = f"{len(devices)} {devices[0].platform} device(s) in {world.size} process(es)"
         hint = ""
         if virtual:
-            hint = "; start jax with at least as many CPU devices (jax_num_cpu_devices), or call init before jax"
+            hint = (
+                "; jax makes its CPU devices once: in a notebook restart the kernel and call init for the largest grid "
+                "first, in a script call it before any other use of jax, or set jax_num_cpu_devices"
+            )
         elif world.size == 1:
             hint = "; JAX_PLATFORMS=cpu rehearses any grid on virtual CPU devices"
         raise UserError("grid", shape, f"a product equal to the device count, {where}; this is {shape.devices}{hint}")
@@ -253,6 +256,7 @@ def join(world: World) -> None:
     # Its service for preemptions would take SIGTERM away from the script's own handler.
     jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
+    say(world, past_proxy(world.coordinator, os.environ))
     jax.distributed.initialize(
         world.coordinator,
         world.size,

@@ -28,6 +28,25 @@ def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault("OMPI_MCA_btl", "^tcp")
 
 
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables from which gRPC takes a proxy, the first that is set."""
+
+
+def past_proxy(coordinator: str, environ: MutableMapping[str, str]) -> str:
+    """Let gRPC reach a coordinator without a site's proxy; return a line that says so, or nothing.
+
+    The proxy leads out of the site, and processes of one host that ask it for each other wait for ever.
+    """
+    proxy = next((name for name in _PROXIES if environ.get(name)), None)
+    exceptions = "no_grpc_proxy" if environ.get("no_grpc_proxy") else "no_proxy"
+    listed = environ.get(exceptions) or environ.get("NO_PROXY", "")
+    host = coordinator.rpartition(":")[0].strip("[]")
+    if proxy is None or host in (each.strip() for each in listed.split(",")):
+        return ""
+    environ[exceptions] = f"{listed},{host}".lstrip(",")
+    return f"{proxy} is set; {host}, where processes meet, joins {exceptions} of this run"
+
+
 def offer(hosts: int) -> str:
     """Return an address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
     address = own_address(hosts)

@@ -23,6 +23,8 @@ _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables by which `jax.distributed` itself finds its processes."""
 MET = "; grid "
 """Text in rank 0's line once the processes have met; `axonn-jax launch` waits for this text."""
+_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""Variables that torchrun, `accelerate launch` and deepspeed set for each process."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
 """Cores that suffice for a process with accelerators, whose threads wait most of the time."""
@@ -78,7 +80,7 @@ def detect(
     world = None
     if announced is not None:
         _place(environ, _MPI[announced], announced)
-        world = _from_mpi(environ, announced, mpi())
+        world = _from_mpi(environ, announced, mpi(), step=not missing)
     elif not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
         world = _from_slurm(environ)
     if world is not None:
@@ -86,6 +88,11 @@ def detect(
     if given:
         absent = ", ".join(name for name in _JAX if name not in given)
         raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")
+    if all(environ.get(name) for name in _TORCH) and (number(environ, "WORLD_SIZE") or 1) > 1:
+        raise UserError(
+            "WORLD_SIZE", environ["WORLD_SIZE"], "no such variable: jax joins no processes of torchrun, accelerate "
+            f"or deepspeed, which would train alone; start them with `mpirun -n {environ['WORLD_SIZE']}` or srun",
+        )  # fmt: skip
     why = "no MPI launcher, no complete set of Slurm variables"
     if missing and len(missing) < len(SLURM_STEP):
         why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
@@ -122,12 +129,17 @@ def explicit_world(coordinator: str, num_processes: int, process_id: int) -> Wor
     return World(process_id, num_processes, hosts, coordinator, "explicit arguments", f"coordinator {coordinator}")
 
 
-def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World:
+def _from_mpi(environ: Mapping[str, str], announced: str, world: World, *, step: bool) -> World:
+    """Return MPI's world, or that of a complete Slurm `step` whose srun speaks to another MPI than mpi4py's."""
     size = number(environ, announced)
+    if world.size == 1 and step and number(environ, "SLURM_STEP_NUM_TASKS", 1) == size:
+        return _from_slurm(environ)
     if world.size != size:
         sees = f"the number of processes mpi4py sees, which is {world.size} ({world.why})"
-        accepted = f"{sees}: mpi4py must use the MPI that mpirun belongs to; `axonn-jax doctor` shows both"
-        raise UserError(announced, size, accepted)
+        same = "mpi4py must use the MPI that mpirun belongs to"
+        if "SLURM_JOB_ID" in environ:
+            same += ", or srun does without one, by `srun --mpi=none`"
+        raise UserError(announced, size, f"{sees}: {same}; `axonn-jax doctor` shows both")
     why = f"{announced}={size} and mpi4py ({world.why}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
         why += "; Slurm variables describe mpirun's shell and are ignored"

@@ -45,7 +45,7 @@ def train(config: Config) -> int:
     """Train as a checked config says and leave a run directory; return the exit status."""
     world, grid = start(config.grid, settings=to_toml(config), channel=config.pipeline.channel)
     sync = host_sync(grid)
-    with only_run_in(config.log.dir, sync, say):
+    with only_run_in(config.log.dir, sync, say), grid.entered():
         return _train(config, world, grid, sync)
 
 

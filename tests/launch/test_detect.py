@@ -55,6 +55,26 @@ def test_mpi_of_another_kind_is_refused_with_both_sizes():
         detect(OPEN_MPI, facts(size=1, rank=0))
 
 
+PMI2 = {"PMI_SIZE": "4", "PMI_RANK": "3"}
+
+
+def test_srun_with_variables_of_another_mpi_is_a_step_of_slurm():
+    world = detect({**SLURM, **PMI2}, facts(size=1, rank=0))
+    assert (world.source, world.rank, world.size) == ("Slurm", 3, 4)
+    assert detect({**SLURM, **PMI2}, facts(rank=3)).source == "MPI"
+    with pytest.raises(UserError, match=r"PMI_SIZE = 4: .*which is 1 .*by `srun --mpi=none`"):
+        detect({**BATCH_SHELL, **PMI2}, facts(size=1, rank=0))
+
+
+def test_processes_of_torchrun_are_refused_with_the_launcher_to_use():
+    torch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(UserError, match=r"^WORLD_SIZE = '2': no such variable: .*`mpirun -n 2` or srun$"):
+        detect(torch, not_asked)
+    assert detect({**torch, **OPEN_MPI}, facts()).source == "MPI"
+    assert detect({**torch, **SLURM}, not_asked).source == "Slurm"
+    assert detect({**torch, "WORLD_SIZE": "1"}, not_asked).size == 1
+
+
 def test_mpirun_inside_a_batch_shell_wins_over_its_slurm_variables():
     world = detect({**BATCH_SHELL, **OPEN_MPI}, facts())
     assert (world.source, world.rank) == ("MPI", 1)

@@ -55,6 +55,77 @@ def test_one_process_makes_as_many_virtual_devices_as_the_grid_needs():
     assert "grid pipe 1 x data 2 x z 1 x y 2 x x 3" in done.stderr
 
 
+def test_devices_that_xla_flags_ask_for_stay(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    done = succeeded(words("data=2, z=2", after="print(json.dumps({'then': str(ax.init(data=8).shape)}))"))
+    assert [found.get("devices", found.get("then")) for found in objects(done.stdout)] == [8, str(GridShape(data=8))]
+    assert json.loads(succeeded(words("data=12")).stdout)["devices"] == 12
+
+
+def test_processes_meet_past_a_proxy(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "elsewhere.example")
+    first, second = pair(after="import os; print(json.dumps({'past': os.environ['no_proxy']}))")
+    for done in first, second:
+        assert objects(done.stdout)[-1] == {"past": "elsewhere.example,127.0.0.1"}
+    assert first.stderr.count("joins no_proxy of this run") == 1
+
+
+ORDINARY = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+jax.config.update("jax_num_cpu_devices", 4)
+meshes = {kind: jax.make_mesh((4,), ("b",), axis_types=(getattr(AxisType, kind),)) for kind in ("Explicit", "Auto")}
+rows = {kind: jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("b"))) for kind, mesh in meshes.items()}
+
+def mapped(kind):
+    mesh = meshes[kind]
+    f = jax.shard_map(lambda a: jax.lax.psum(a.sum(), "b"), mesh=mesh, in_specs=P("b"), out_specs=P())
+    return jax.jit(f)(rows[kind])
+
+def inside(kind):
+    with jax.set_mesh(meshes[kind]):
+        return jax.jit(lambda a: jax.lax.with_sharding_constraint(a * 2, P("b")))(rows["Auto"]).sharding
+
+def named():
+    with jax.set_mesh(meshes["Auto"]):
+        return nnx.Linear(8, 2, kernel_init=nnx.with_partitioning(nnx.initializers.ones, ("b", None)),
+                          rngs=nnx.Rngs(0)).kernel.get_value().sharding.spec
+
+USES = {
+    "shard_map, Explicit": lambda: mapped("Explicit"), "shard_map, Auto": lambda: mapped("Auto"),
+    "jit, Explicit": lambda: jax.jit(jnp.sum)(rows["Explicit"]), "jit, Auto": lambda: jax.jit(jnp.sum)(rows["Auto"]),
+    "pmap": lambda: jax.pmap(lambda row: row.sum())(jnp.ones((4, 2))), "set_mesh": lambda: inside("Auto"),
+    "Flax's layouts by names": named, "mesh": jax.sharding.get_abstract_mesh,
+    "default device": lambda: jnp.ones(3).sharding, "vmap": lambda: jax.vmap(jnp.sin)(jnp.ones(3)),
+}
+
+def tried():
+    return {name: str(use()) for name, use in USES.items()}
+
+before = tried()
+"""
+AFTERWARDS = """
+import numpy as np, optax
+model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+trainer = ax.Trainer(model, optax.sgd(0.1), grid, loss=lambda model, batch: (model(batch) ** 2).mean())
+between = tried()
+trainer.step(np.ones((4, 4), np.float32))
+print(json.dumps({'tried': [before, between, tried()]}))
+"""
+
+
+def test_ordinary_uses_of_jax_go_on_around_a_trainer():
+    done = succeeded(words("data=2", before=ORDINARY, after=AFTERWARDS))
+    before, between, after = objects(done.stdout)[-1]["tried"]
+    assert before == between == after
+    assert len(before) == 10
+
+
 def test_a_grid_that_is_not_the_device_count_is_refused(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     done = finished(words("x=4"))
