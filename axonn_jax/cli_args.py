@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import look_at
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest, nearest_or_all
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest, nearest_or_all
 from axonn_jax.options import field_docs
 from axonn_jax.terminal import columns, wrapped
 
@@ -100,7 +100,8 @@ class Option:
         except (ValueError, KeyError):
             raise UserError(self.flag, text, self.accepted) from None
         if self.kind is Path:
-            look_at(self.flag, text, empty=False)
+            value = Path(local_path(self.flag, text))
+            look_at(self.flag, str(value) if text else text, empty=False)
         least, most = self.arg.least, self.arg.most
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             raise UserError(self.flag, value, self.accepted)

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,6 +111,19 @@ def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
     return number
 
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
+def local_path(field: str, text: str) -> str:
+    """Return the text of a path with the user's home directory in the place of `~`.
+
+    Raises ``UserError`` for an address of other storage, such as gs://bucket/run: a folder `gs:` would be made of it.
+    """
+    if _ADDRESS.match(text):
+        raise UserError(field, text, "a path of this machine; mount other storage, as with gcsfuse or mountpoint-s3")
+    return os.path.expanduser(text)
+
+
 _NOUNS: Mapping[Any, str] = {
     str: "a text", bool: "True or False", NoneType: "None", Path: "the path of a directory", Sequence: "a list",
     Iterable: "a list or an iterator", Mapping: "a mapping", "Grid": "a grid, as ax.init returns one",
@@ -159,6 +173,9 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     if not _fits(hint, value):
         short = type(value).__module__ == "builtins" and getattr(hint, "__name__", "") != "Grid"
         raise UserError(name, value if short else type(value).__name__, _accepted(hint, value))
+    if Path in kinds and isinstance(value, str | os.PathLike):
+        text = local_path(name, os.fsdecode(value))
+        return text if isinstance(value, str) else Path(text)
     return value
 
 

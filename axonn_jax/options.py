@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest, plain
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest, plain
 
 T = TypeVar("T")
 
@@ -98,6 +98,13 @@ Density = Annotated[float, Range("a number above 0 and at most 1", 0, 1, open_lo
 Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
 Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
 Probability = Annotated[float, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
+
+
+class LocalPath:
+    """Note of a text that is a path, of which `~` is the user's home directory (`errors.local_path`)."""
+
+
+PathText = Annotated[str, LocalPath()]
 
 
 class DerivedSize(int):
@@ -203,14 +210,17 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
     if origin is not None:  # Mapping
         if type(value) is not dict:
             raise UserError(name, value, "a table")
-        return {key: _typed(inner[1], entry, f"{name}[{key!r}]", closed) for key, entry in value.items()}
+        keys = {key: _typed(inner[0], key, name, closed) for key in value}
+        return {keys[key]: _typed(inner[1], entry, f"{name}[{key!r}]", closed) for key, entry in value.items()}
     whole = kind is float and type(value) is int
     if kind is Any or ((type(value) is kind or whole) and not _strange(value)):
+        if isinstance(note, LocalPath):
+            return local_path(name, value)
         if note is not None:
             note.check(name, value)
         return float(value) if whole else value
     strange = {str: " without NUL", int: " of at most 64 bits"}[kind] if type(value) is kind else ""
-    raise UserError(name, value, note.accepted if note else _NOUNS[kind] + strange)
+    raise UserError(name, value, note.accepted if isinstance(note, Range) else _NOUNS[kind] + strange)
 
 
 def _strange(value: Any) -> bool:

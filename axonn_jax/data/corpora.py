@@ -11,7 +11,7 @@ from pathlib import Path
 
 from axonn_jax.data.manifest import TOKENIZER, Manifest, checksum
 from axonn_jax.errors import UserError
-from axonn_jax.options import Positive, Seed, Settings
+from axonn_jax.options import PathText, Positive, Seed, Settings
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class DataConfig(Settings):
 
     table = "data"
 
-    path: str = ""
+    path: PathText = ""
     """Directory written by `axonn-jax prepare`, relative to the current directory; or several: `mix`."""
-    mix: Mapping[str, Positive] = field(default_factory=dict)
+    mix: Mapping[PathText, Positive] = field(default_factory=dict)
     """Directories in the place of `path`, each with its weight in the training rows, such as {"runs/code" = 0.7,
     "runs/text" = 0.3}; as a flag, runs/code=0.7,runs/text=0.3."""
-    held_out: Mapping[str, str] = field(default_factory=dict)
+    held_out: Mapping[str, PathText] = field(default_factory=dict)
     """Names of further directories, whose held-out split each evaluation measures as eval_loss/NAME, such as {"math" =
     "runs/math"}; as a flag, math=runs/math."""
     seed: Seed = 0
@@ -84,7 +84,7 @@ class Corpora:
     """Held-out sets."""
 
     @classmethod
-    def load(cls, path: str, mix: Mapping[str, float], held_out: Mapping[str, str]) -> "Corpora":
+    def load(cls, path: str, mix: Mapping[str, float], held_out: Mapping[str, PathText]) -> "Corpora":
         """Read the manifests and tokenizers of the directories in a run's `[data]`.
 
         Raises:

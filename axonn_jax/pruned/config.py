@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import Count, CountOrZero, Density, PruneMethod, PruneScope, Seed, Settings, Share
+from axonn_jax.options import Count, CountOrZero, Density, PathText, PruneMethod, PruneScope, Seed, Settings, Share
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PruneConfig(Settings):
     threshold: Share = 0.2
     """Largest distance of the new mask to each of the four before, as a share of the distance between random masks
     (early_bird). At density 0.5 the default is the paper's 0.1 of all entries."""
-    mask_file: str = ""
+    mask_file: PathText = ""
     """An .npz file with an array of booleans by the parameter's name (file)."""
 
     @property

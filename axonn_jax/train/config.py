@@ -20,6 +20,7 @@ from axonn_jax.options import (
     Offload,
     Optimizer,
     Order,
+    PathText,
     PipelinePolicy,
     Positive,
     Precision,
@@ -88,7 +89,7 @@ class TrainConfig(Settings):
     sample_every: CountOrZero = 0
     """Steps between samples, greedy continuations of the prompts of `sample_prompts`; 0: no samples.
     Needs grid.pipe = 1."""
-    sample_prompts: str = ""
+    sample_prompts: PathText = ""
     """File of prompts: in .jsonl, each line a JSON object with the key "prompt"; else, each line a prompt."""
     seed: Seed = 0
     """Seed of the initial weights and of dropout."""
@@ -209,14 +210,14 @@ class CheckpointConfig(Settings):
     """Multiple of steps whose checkpoints are kept for good; 0: none."""
     best: bool = False
     """Save behind each evaluation whose held-out loss is the lowest so far, and keep that checkpoint."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """Checkpoint to resume from: auto (the newest valid one of log.dir, if any), never (contents of log.dir are moved
     aside), or the path of a step_N or of a run directory."""
-    weights: str = ""
+    weights: PathText = ""
     """Initial parameters of a run that resumes nothing: the path of a checkpoint (a step_N, or a run directory) or of a
     pretrained directory (Hugging Face's, or one from `axonn-jax convert`), or org/name or org/name@revision of a model
     on the Hub; optimizer state and step are new. {folder} stands for the config file's folder."""
-    adapter: str = ""
+    adapter: PathText = ""
     """Adapter that a run of adapters begins with, trained further beside `checkpoint.weights`: the directory of PEFT's
     files, of a run or of a checkpoint. Its rank, alpha and targets hold where [lora] leaves them out."""
 
@@ -227,7 +228,7 @@ class LogConfig(Settings):
 
     table = "log"
 
-    dir: str = "runs/{name}"
+    dir: PathText = "runs/{name}"
     """Run directory; {name} stands for the config file's name without .toml."""
     every: Count = 1
     """Steps between lines of metrics.jsonl."""

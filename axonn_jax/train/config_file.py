@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
 from axonn_jax.options import not_none, typed
 from axonn_jax.train.config import Config
 
@@ -97,7 +97,7 @@ def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
     Raises:
         UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
     """
-    path = Path(path)
+    path = Path(local_path("CONFIG.toml", str(path)))
     try:
         text = read_bytes(path, TOML_BYTES).decode("utf-8")
     except FileNotFoundError:

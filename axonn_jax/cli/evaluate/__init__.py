@@ -12,7 +12,7 @@ from axonn_jax.cli.evaluate.report import check_k, ends, figures, lines
 from axonn_jax.cli.main import rank_of
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
 from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
 from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
@@ -117,7 +117,10 @@ def _continue_file(args: Evaluate, run_dir: Path) -> int:
     """Write the generations for a file of prompts."""
     from axonn_jax.cli.evaluate.model import generated
 
-    prompts, out = read_prompts(Path(args.suite), "--suite"), _out(args, run_dir / "evaluate.json")
+    prompts, out = (
+        read_prompts(Path(local_path("--suite", args.suite)), "--suite"),
+        _out(args, run_dir / "evaluate.json"),
+    )
     entries, first = generated(args, run_dir, prompts, alone=False)
     if first:
         write(out, entries, "--out")

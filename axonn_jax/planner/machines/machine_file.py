@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
 from axonn_jax.options import typed
 from axonn_jax.planner.machines.machine import Machine
 
@@ -35,7 +35,7 @@ def load_machine(name: str, field: str = "machine") -> Machine:
     """
     path = _FOLDER / f"{name}.toml"
     if name not in machine_names():
-        path = Path(name)
+        path = Path(local_path(field, name))
         if path.suffix != ".toml":
             names = machine_names()
             accepted = f"one of {', '.join(names)}, or the path of a .toml file{nearest(name, names)}"
