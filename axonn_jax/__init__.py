@@ -3,8 +3,8 @@
 Importing this package starts nothing: no MPI, no device, no thread. Names load when first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import typing as _typing
+from importlib import import_module as _import_module
 
 from axonn_jax.version import __version__ as __version__
 
@@ -35,7 +35,7 @@ _HOME = {
     "tracked": "axonn_jax.tracking.files",
 }
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from axonn_jax import models as models
     from axonn_jax.adapters.layers import lora as lora
     from axonn_jax.data.goldfish import goldfish as goldfish
@@ -62,12 +62,17 @@ if TYPE_CHECKING:
     from axonn_jax.train.modules.numbers import total as total
     from axonn_jax.train.trainer import Trainer as Trainer
 else:
-    __all__ = ["__version__", "models", *_HOME]
+    __all__ = ["__version__", "models", *_HOME]  # a type checker has them from the imports above
 
 
-def __getattr__(name: str) -> Any:
+def __dir__() -> list[str]:
+    """Return the public names, for TAB and `help`, though most are not loaded yet."""
+    return ["__version__", "models", *_HOME]
+
+
+def __getattr__(name: str) -> _typing.Any:
     if name == "models":
-        return importlib.import_module("axonn_jax.models")
+        return _import_module("axonn_jax.models")
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(_import_module(_HOME[name]), name)
     raise AttributeError(f"module 'axonn_jax' has no attribute {name!r}")

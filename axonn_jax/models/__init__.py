@@ -1,12 +1,12 @@
 """Models and their sizes."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import typing as _typing
+from importlib import import_module as _import_module
 
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset, preset_names
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from axonn_jax.models.huggingface.load import from_pretrained
     from axonn_jax.models.huggingface.pretrained import shape_of
     from axonn_jax.models.packed import pack
@@ -34,7 +34,12 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __dir__() -> list[str]:
+    """Return the public names, for TAB and `help`, though some are not loaded yet."""
+    return __all__
+
+
+def __getattr__(name: str) -> _typing.Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(_import_module(_HOME[name]), name)
     raise AttributeError(f"module 'axonn_jax.models' has no attribute {name!r}")

@@ -141,6 +141,16 @@ def test_import_starts_nothing():
     assert done.stdout.split()[:2] == ["1", "False"]
 
 
+def test_public_names_are_what_a_prompt_completes():
+    code = (
+        "import sys, axonn_jax as ax, rlcompleter; complete = rlcompleter.Completer({'ax': ax}).attr_matches; "
+        "print(sorted(dir(ax)) == sorted(ax.__all__), dir(ax.models) == ax.models.__all__, 'jax' in sys.modules, "
+        "complete('ax.Tr'), [each for each in complete('ax.') + complete('ax.models.') if 'import' in each])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True True False ['ax.Trainer('] []"
+
+
 LISTENING = """
 import os
 def listening():

@@ -50,14 +50,15 @@ CASES = CURVES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 def test_loss_curve_equals_the_unsharded_scripts(name, axes):
     script, grid = flax_models.script(name), grids.over(*axes)
     batch = next(script.batches(1))
-    with jax.set_mesh(grid.mesh):  # as ax.init leaves it
-        model = parallelize(script.make(), grid, call=script.call(batch))
-        losses, optimizer, _ = flax_models.train(model, name, STEPS, grid.shard_batch)
+    model = parallelize(script.make(), grid, call=script.call(batch))
+    losses, optimizer, _ = flax_models.train(model, name, STEPS, grid.shard_batch)
     want = plain_curve(name)
     assert want[-1] < want[0]
     np.testing.assert_allclose(losses, want, rtol=CURVE_TOLERANCE)
     # Moments lie as their parameters do, and no sharded layer's have moved since they were placed.
     again = parallelize(script.make(), grid, call=script.call(batch))
+    assert "axonn_plan=" in str(again)
+    assert "Mesh(" not in str(again)
     sharded = {entry.path for entry in sharding_report(again).entries if entry.plan.sharded}
     trees = [nnx.state(model, nnx.Param), optimizer.opt_state[0].mu, optimizer.opt_state[0].nu]
     after = [dict(nnx.to_flat_state(tree)) for tree in trees]

@@ -63,9 +63,8 @@ def test_without_call_too(kind):
 
 def check(script, plain, axes, *, with_call):
     grid = grids.lay(GridShape(1, *axes))
-    with jax.set_mesh(grid.mesh):  # as ax.init leaves it
-        model = ax.parallelize(script.make(), grid, call=(lambda m: m(script.batch["x"])) if with_call else None)
-        loss, grads, stats = one_step(model, script, grid.shard_batch(script.batch))
+    model = ax.parallelize(script.make(), grid, call=(lambda m: m(script.batch["x"])) if with_call else None)
+    loss, grads, stats = one_step(model, script, grid.shard_batch(script.batch))
     want_loss, want_grads, want_stats = plain
     assert all(np.any(g) for g in want_grads.values())
     errors = {path: np.max(np.abs(grads[path] - g)) / np.max(np.abs(g)) for path, g in want_grads.items()}

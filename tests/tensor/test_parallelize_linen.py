@@ -115,9 +115,8 @@ def _assert_same(got, want):
 )
 def test_loss_and_gradients_are_the_plain_ones(name, axes):
     (loss, params, batches), grid = _case(name), grids.over(*axes)
-    with jax.set_mesh(grid.mesh):  # as ax.init leaves it
-        sharded, placed = ax.parallelize_linen(loss, params, grid, batches())
-        got = _gradients(sharded, placed, grid.shard_batch(batches()))
+    sharded, placed = ax.parallelize_linen(loss, params, grid, batches())
+    got = _gradients(sharded, placed, grid.shard_batch(batches()))
     _assert_same(got, _gradients(loss, params, batches()))
     assert jax.tree.structure(placed) == jax.tree.structure(params)
     for value, gradient, leaf in zip(*map(jax.tree.leaves, (placed, got[1], sharded.layouts)), strict=True):

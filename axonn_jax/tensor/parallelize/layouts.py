@@ -84,6 +84,10 @@ class LayerPlan:
     """True if the backward pass gathers the kernel over `z` again in any case, not just where it recomputes the layer.
     """
 
+    def __repr__(self) -> str:
+        # A module prints its attributes, this plan in every layer; all of it is what `sharding_report` is for.
+        return ", ".join(f"{name} {spec}" for name, spec in self.specs) or "replicated"
+
     @property
     def stack(self) -> tuple[int, ...]:
         """Sizes of a stack's dims, in front of every parameter's own; whole on every device."""
