@@ -34,8 +34,36 @@ _MOST = 300
 _CLOSE = 0.65
 """Least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2."""
 
-_ELSEWHERE = {"tp": "y", "dp": "data", "pp": "pipe", "ep": "expert", "fsdp": "z", "learning_rate": "lr"}
-"""Names of other systems (docs/coming_from.md), and the names here."""
+_NAMES_ELSEWHERE = {
+    "pipe": "pp g_inter pipeline_model_parallel_size pipeline_parallel_degree",
+    "data": "dp g_data data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism",
+    "z": "fsdp data_parallel_shard_degree ici_fsdp_parallelism",
+    "y": "tp tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism",
+    "expert": "ep expert_model_parallel_size",
+    "global_batch": "batch_size local_batch_size per_device_batch_size per_device_train_batch_size global_batch_size",
+    "microbatches": "gradient_accumulation_steps grad_accum micro_batch_size",
+    "steps": "max_steps train_iters", "epochs": "num_train_epochs num_epochs", "eval_every": "eval_interval eval_steps",
+    "checkpoint.every": "save_interval save_steps save_every interval", "lr": "learning_rate", "min_lr_ratio": "min_lr",
+    "warmup": "warmup_steps lr_warmup_iters", "schedule": "lr_decay_style lr_scheduler_type", "ema": "ema_decay",
+    "clip": "clip_grad max_grad_norm grad_clip", "layers": "num_layers num_hidden_layers n_layer n_layers",
+    "hidden": "hidden_size d_model n_embd", "heads": "num_attention_heads n_head n_heads",
+    "kv_heads": "num_key_value_heads num_query_groups group_query_attention n_kv_heads",
+    "ffn": "intermediate_size ffn_hidden_size d_ff", "vocab": "vocab_size", "mlp": "swiglu hidden_act",
+    "seq_len": "max_position_embeddings max_target_length max_seq_len max_seq_length max_length block_size n_positions",
+    "norm": "normalization", "positions": "position_embedding_type", "tied": "untie_embeddings_and_output_weights "
+    "tie_word_embeddings", "bias": "disable_bias_linear", "experts": "num_experts num_local_experts",
+    "experts_per_token": "moe_router_topk num_experts_per_tok", "precision": "bf16 fp16 dtype mixed_precision",
+    "zero": "use_distributed_optimizer zero_stage", "adapter": "lora_model_dir", "targets": "target_modules",
+    "activations": "recompute recompute_granularity remat_policy gradient_checkpointing remat",
+    "reshard_after": "fsdp_reshard_after_forward", "policy": "pipeline_parallel_schedule",
+    "virtual_stages": "num_layers_per_virtual_pipeline_stage", "fp32": "float32", "bf16": "bfloat16",
+    "adamw": "adamw_torch adamw_torch_fused", "wsd": "warmup_stable_decay", "zero-bubble": "zbh1 zb",
+    "interleaved": "interleaved1f1b",
+}  # fmt: skip
+_ELSEWHERE = {word: name for name, words in _NAMES_ELSEWHERE.items() for word in words.split()}
+"""Names here by names of other systems, among them those of docs/coming_from.md."""
+_NOWHERE = {"cp": "context parallelism", "context_parallel_size": "context parallelism", "fp8": "FP8"}
+"""Names of what other systems have."""
 
 
 def _shown(value: object) -> str:
@@ -217,19 +245,37 @@ def first_line(error: BaseException) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
-    or else is close, or nothing; of names with a dot those of the same table."""
-    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    or else is close, or nothing; of names with a dot those of the same table. Capitals make no difference."""
+    if hint := named_elsewhere(word, known := list(known)):
+        return hint
+    names, word = {name.lstrip("-").lower(): name for name in known}, word.lstrip("-").lower()
     own = word.rpartition(".")[2]
     table = word.removesuffix(own)
     if below := {key.removeprefix(table): name for key, name in names.items() if table and key.startswith(table)}:
         names, word = below, own
-    meant = [key for key in names if key.rpartition(".")[2] == _ELSEWHERE.get(own.replace("-", "_"))]
     longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
-    close = meant[:1] or longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
+    close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
     if not close:  # of a table that is left out
         ends = {key.rpartition(".")[2].replace("_", "-"): key for key in names if "." in key}
         close = [ends[end] for end in get_close_matches(word, ends, n=1, cutoff=_CLOSE)]
-    return f"; did you mean {names[close[0]]!r}?" if close else ""
+    return _meant(names[close[0]]) if close else ""
+
+
+def named_elsewhere(word: str, known: Iterable[str]) -> str:
+    """Return the part of `nearest` for names of other systems alone."""
+    word = word.lstrip("-").lower().rpartition(".")[2].replace("-", "_")
+    if absent := _NOWHERE.get(word):
+        return f"; {absent} is not here"
+    name = _ELSEWHERE.get(word, "")
+    end = name.rpartition(".")[2]
+    # A name with its table is one of several that end alike; those of one table come without it.
+    same = (each for each in known if each.lstrip("-") in (name, end) or (name == end and each.endswith(f".{end}")))
+    found = next(same, None) if name else None
+    return "" if found is None else _meant(found)
+
+
+def _meant(name: str) -> str:
+    return f"; did you mean {name!r}?"
 
 
 def nearest_or_all(word: str, known: Sequence[str]) -> str:

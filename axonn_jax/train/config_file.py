@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, named_elsewhere, nearest
 from axonn_jax.options import not_none, typed
 from axonn_jax.train.config import Config
 
@@ -175,7 +175,8 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
         )
     keys = tables()[table]
     if key not in keys:
-        hint = nearest(key, keys) or f"; the keys of [{table}] are {_listed(keys)}"
+        everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
+        hint = named_elsewhere(key, [*keys, *everywhere]) or nearest(key, keys) or f"; the keys of [{table}] are {_listed(keys)}"
         raise UserError(dotted, value, f"not a known key{hint}")
     return table, key
 
