@@ -87,7 +87,11 @@ def write(path: Path, lines: list[dict]) -> Path:
 
 def prepared(folder: Path, lines: list[dict], tokenizer: Path, seq_len: int, holdout: float = 0.3, **options):
     """The manifest and the notes of rows that are written and prepared into a folder's `out`."""
-    given = (write(folder / "data.jsonl", lines), folder / "out", InstructionOptions(seq_len, **options))
+    given = (
+        write(folder / "data.jsonl", lines),
+        folder / "out",
+        InstructionOptions(seq_len, **{"template": "alpaca"} | options),
+    )
     return prepare_instructions(*given, tokenizer=tokenizer, holdout=holdout, force=True)
 
 

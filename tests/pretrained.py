@@ -66,7 +66,10 @@ LENGTHS = ("n_positions", "max_position_embeddings")
 SMALL = {
     "generation_config.json": b'{ "eos_token_id":0 }',
     "tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}\n\n',
-    "chat_template.jinja": "{{ messages }} \u00e9".encode(),
+    "chat_template.jinja": (
+        "{% for m in messages %}\u00e9 {{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}\u00e9 assistant: {% endif %}"
+    ).encode(),
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "special_tokens_map.json": b"{}",
 }

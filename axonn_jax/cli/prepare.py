@@ -75,8 +75,8 @@ class Prepare:
     "value"}]}, {"prompt", "completion"} or {"instruction", "input", "output"}; or tokens: {"input_ids", "labels"}.
     Needs --tokenizer and --seq-len."""
 
-    template: Annotated[str | None, Arg(default="alpaca")] = None
-    """Text of a conversation: alpaca (as HPC-Coder-V2), chat (the tokenizer's own template) or a FILE.jinja like it."""
+    template: Annotated[str | None, Arg(default="chat, or alpaca where the tokenizer has no template")] = None
+    """Text of a conversation: chat (the tokenizer's own), a FILE.jinja like it, or alpaca (as HPC-Coder-V2)."""
 
     seq_len: Annotated[int | None, Arg(default="none", least=2, most=1 << 24)] = None
     """Tokens of a row into which conversations are packed; the model's model.seq_len."""

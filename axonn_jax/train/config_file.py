@@ -176,7 +176,11 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
     keys = tables()[table]
     if key not in keys:
         everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
-        hint = named_elsewhere(key, [*keys, *everywhere]) or nearest(key, keys) or f"; the keys of [{table}] are {_listed(keys)}"
+        hint = (
+            named_elsewhere(key, [*keys, *everywhere])
+            or nearest(key, keys)
+            or f"; the keys of [{table}] are {_listed(keys)}"
+        )
         raise UserError(dotted, value, f"not a known key{hint}")
     return table, key
 

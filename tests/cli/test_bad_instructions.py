@@ -15,6 +15,7 @@ from axonn_jax.data.instructions.write import InstructionOptions, prepare_instru
 
 GOOD = {"instruction": "the grid", "output": "a mesh"}
 NEEDED = ["--tokenizer", "tok", "--seq-len", "64"]
+ALPACA = [*NEEDED, "--template", "alpaca"]
 
 
 @pytest.fixture
@@ -81,10 +82,10 @@ def test_a_template_that_asks_for_gigabytes(data, refused, name):
 def test_a_row_of_no_use_names_its_line(data, refused, case):
     line, says = ROWS[case]
     (data / "data.jsonl").write_text("\n".join([json.dumps(GOOD | {"input": str(n)}) for n in range(16)] + [line, ""]))
-    refuse(refused, NEEDED, "error: SOURCE = 'data.jsonl, line 17': ", says)
+    refuse(refused, ALPACA, "error: SOURCE = 'data.jsonl, line 17': ", says)
     (data / "more.jsonl").write_text(f"\n\n{line}\n")
     instruction_data.write(data / "data.jsonl", instruction_data.rows(4))
-    refuse(refused, [*NEEDED, "--mix", "more.jsonl:2"], "error: --mix = 'more.jsonl, line 3': ", says)
+    refuse(refused, [*ALPACA, "--mix", "more.jsonl:2"], "error: --mix = 'more.jsonl, line 3': ", says)
 
 
 FLAGS = {
@@ -152,7 +153,7 @@ def test_flags_of_instructions_alone(data, refused, flag):
 def test_without_jinja_alpaca_still_works(data, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     refuse(refused, [*NEEDED, "--template", "chat"], "an installation with jinja2: pip install 'axonn_jax[hf]'")
-    assert main(["prepare", "--instructions", "data.jsonl", "out", *NEEDED]) == 0
+    assert main(["prepare", "--instructions", "data.jsonl", "out", *ALPACA]) == 0
 
 
 @pytest.fixture

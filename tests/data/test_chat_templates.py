@@ -216,3 +216,12 @@ def test_special_tokens_are_those_of_transformers(tmp_path, case):
     talk = [{"role": "user", "content": "x"}]
     want = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False)
     assert ChatTemplate.of(folder, "--chat", True).text(talk, answers=False) == want
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with a template", "without"])
+def test_the_template_is_the_tokenizers_own_where_it_has_one(tmp_path, own):
+    tokenizer = instruction_data.tokenizer(tmp_path / "tok", template=instruction_data.CHATML if own else None)
+    manifest, notes = instruction_data.prepared(tmp_path, [{"messages": TALK}] * 2, tokenizer, 128, 0, template="")
+    used = manifest.options["template"]
+    assert used == ("chat" if own else "alpaca")
+    assert notes[0].startswith(f"template: {used}, ")

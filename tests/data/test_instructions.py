@@ -174,6 +174,7 @@ def test_all_targets_cut_and_mixed(folder, tmp_path, capsys):
     instruction_data.write(tmp_path / "b.jsonl", more)
     argv = ["prepare", "--instructions", source, tmp_path / "out", "--tokenizer", folder, "--seq-len", SEQ]
     argv += ["--mix", f"{tmp_path / 'b.jsonl'}:2.5", "--loss", "all", "--too-long", "cut", "--holdout", 0.3, "--bos"]
+    argv += ["--template", "alpaca"]
     assert main([*map(str, argv), "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)

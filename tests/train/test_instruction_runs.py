@@ -159,7 +159,10 @@ def test_an_exported_run_is_asked_by_the_template_of_its_training(place, tmp_pat
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         (tmp_path / "base" / name).write_text(instruction_data.CHATML)
     prepare_instructions(
-        place / "data.jsonl", tmp_path / "rows", InstructionOptions(SEQ, too_long="cut"), tokenizer=tmp_path / "base"
+        place / "data.jsonl",
+        tmp_path / "rows",
+        InstructionOptions(SEQ, "alpaca", too_long="cut"),
+        tokenizer=tmp_path / "base",
     )
     words = ["--data.path", str(tmp_path / "rows"), "--model.seq_len", str(SEQ), "--train.steps", "1", *adapters]
     config = str(tmp_path / "base" / "config.toml")

@@ -60,6 +60,14 @@ class ChatTemplate:
             raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has {others}")
         return cls(taken, special_tokens(directory, field), field, value)
 
+    @classmethod
+    def exists(cls, directory: Path) -> bool:
+        """Return True if a directory's tokenizer has a template; one that cannot be read counts, for `of` to name."""
+        try:
+            return any(_sources(directory).get(name) for name in (DEFAULT, WITH_TOOLS))
+        except (OSError, ValueError):
+            return True
+
     def takes(self, key: str) -> bool:
         """True if a template has the key's name, or another one that the key's value gets (`_plain`)."""
         names = {key, *_REASONING[:2]} if key in _REASONING else {key}

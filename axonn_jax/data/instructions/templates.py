@@ -210,6 +210,11 @@ Template = Alpaca | Jinja
 """Form of conversations as text."""
 
 
+def template_name(tokenizer: Path) -> str:
+    """Return the name of the template where none is asked for: the tokenizer's own, as a model is asked by it later."""
+    return "chat" if ChatTemplate.exists(tokenizer if tokenizer.is_dir() else tokenizer.parent) else "alpaca"
+
+
 def template_of(name: str, tokenizer: Path) -> Template:
     """Return the template of a name: alpaca, chat (the tokenizer's own) or a file's in jinja.
 

@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from axonn_jax.data.instructions.marks import encoded
 from axonn_jax.data.instructions.mix import Mix
 from axonn_jax.data.instructions.pack import MarkedTokens, Packer
 from axonn_jax.data.instructions.schemas import Conversation
-from axonn_jax.data.instructions.templates import template_of
+from axonn_jax.data.instructions.templates import template_name, template_of
 from axonn_jax.data.manifest import SPLITS, Manifest, Split
 from axonn_jax.data.output import appearing
 from axonn_jax.data.prepare import (
@@ -38,6 +38,10 @@ from axonn_jax.options import InstructionLoss, TooLong
 
 _WORD = np.dtype("uint32")
 _SHOWN = 5
+_DEFAULT = {
+    "chat": "template: chat, the tokenizer's own; --template alpaca is HPC-Coder-V2's",
+    "alpaca": "template: alpaca, as the tokenizer has none of its own",
+}
 _KINDS = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
 """Words for documents that are left out or cut."""
 
@@ -48,8 +52,8 @@ class InstructionOptions:
 
     seq_len: int
     """Tokens of a row that are inputs: the model's model.seq_len."""
-    template: str = "alpaca"
-    """Name, or file, of the template (`templates.template_of`)."""
+    template: str = ""
+    """Name, or file, of the template (`templates.template_of`); empty: the tokenizer's own, or else alpaca."""
     loss: InstructionLoss = "response"
     """Targets that count: the answers' tokens, or all."""
     too_long: TooLong = "drop"
@@ -86,6 +90,8 @@ def prepare_instructions(
             cannot be written, or another prepare writes there.
     """
     encoder, files, end = tokenize.load_given(tokenizer, "--tokenizer")
+    by_user = bool(options.template)
+    options = options if by_user else replace(options, template=template_name(tokenizer))
     template = template_of(options.template, tokenizer)
     begin = tokenize.begin_of(encoder) if options.bos else []
     if options.bos and not begin:
@@ -143,7 +149,9 @@ def prepare_instructions(
             skipped=left,
             options={**chosen.facts, **_given(options, template.source), "holdout": holdout, "seed": seed},
         )
+    told = [] if by_user or not used else [_DEFAULT[options.template]]
     lines = [
+        *told,
         *_left_out(manifest, unused),
         *_refused("rows of no use", mix.bad),
         *_refused("conversations whose answers the template's text does not show", unmarked),
