@@ -26,6 +26,7 @@ _HOME = {
     "goldfish": "axonn_jax.data.goldfish",
     "in_flight": "axonn_jax.distributed.bounded",
     "init": "axonn_jax.distributed.initialize",
+    "latest": "axonn_jax.checkpoint.manifest",
     "lora": "axonn_jax.adapters.layers",
     "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",
@@ -38,6 +39,7 @@ _HOME = {
 if _typing.TYPE_CHECKING:
     from axonn_jax import models as models
     from axonn_jax.adapters.layers import lora as lora
+    from axonn_jax.checkpoint.manifest import latest as latest
     from axonn_jax.data.goldfish import goldfish as goldfish
     from axonn_jax.data.loader import Loader as Loader
     from axonn_jax.distributed.bounded import in_flight as in_flight

@@ -14,7 +14,7 @@ ALLOWED = {
     "lines": 49_100,
     "lines of tests": 40_700,
     "lines of scripts": 14_384,
-    "files": 321,
+    "files": 322,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -27,7 +27,7 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 21_000,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 21_100,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 

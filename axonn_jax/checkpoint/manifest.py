@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from axonn_jax.documents import flush, open_regular, parse_json, read_bytes
+from axonn_jax.errors import typed_arguments
 from axonn_jax.options import typed
 
 MANIFEST = "manifest.json"
@@ -179,6 +180,25 @@ def all_steps(directory: Path) -> list[Path]:
         return []
     steps = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(steps, reverse=True)]
+
+
+FOLDER = "checkpoints"
+"""Folder of a run directory's checkpoints."""
+
+
+def inside(directory: Path) -> Path:
+    """Return where a directory has its checkpoints: in the folder of a run directory's, or itself."""
+    return directory / FOLDER if (directory / FOLDER).is_dir() else directory
+
+
+@typed_arguments
+def latest(directory: str | Path) -> Path | None:
+    """Return the newest checkpoint of a directory, None where there is none.
+
+    Args:
+        directory: A run directory, or one that `Trainer.save` was given.
+    """
+    return next(iter(all_steps(inside(Path(directory)))), None)
 
 
 def _render(value: Any) -> str:

@@ -86,6 +86,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     `config` is the new run's. Raises ``UserError``, without writing, for a missing, invalid or pruned checkpoint, and
     for a directory that is not empty or cannot be written.
     """
+    from axonn_jax.checkpoint.manifest import FOLDER
     from axonn_jax.checkpoint.naming import MASKS
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import host_sync
@@ -98,7 +99,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     from axonn_jax.train.engines.pruning import kept_of
     from axonn_jax.train.main import model_of
     from axonn_jax.train.optimizer import make_optimizer
-    from axonn_jax.train.resume import FOLDER, save_as
+    from axonn_jax.train.saving import save_as
     from axonn_jax.train.trainer import Trainer
 
     small = re.compile(rf"{PRETRAINED}|{OF_TOKENIZER.pattern}")

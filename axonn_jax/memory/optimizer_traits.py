@@ -253,6 +253,9 @@ def _name(optimizer: GradientTransformation) -> str:
 def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
     """Return an optimizer's state with other numbers of `optax.inject_hyperparams`; raises ``UserError`` for others."""
     kept = set[str]()
+    for name, number in numbers.items():
+        if not isinstance(number, int | float):
+            raise UserError(name, number, "a number")
 
     def replaced(path: Any, leaf: Any) -> Any:
         if len(path) < 2 or getattr(path[-2], "name", None) != "hyperparams":

@@ -15,6 +15,7 @@ from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.loader import Loader
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.processes import World
+from axonn_jax.distributed.signals import StopSignals
 from axonn_jax.memory.report import write as write_memory
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
@@ -28,8 +29,7 @@ from axonn_jax.train.metrics import Best, Samples, held_out_losses, keep_setting
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
-from axonn_jax.train.signals import StopSignals
-from axonn_jax.train.trainer import Trainer, pruning_of
+from axonn_jax.train.trainer import Trainer
 
 MOST_SKIPPED = 20
 """Consecutive steps that are not finite after which a run ends; fp16's scale falls from largest to least in 14."""
@@ -52,7 +52,7 @@ class Run:
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
         self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say, behind=self.start)
-        self.pruning = pruning_of(trainer)
+        self.pruning = trainer.pruning
         self.pruning.loaded()
         self.remembered = 1  # the step after which the memory report is written
         self.first_position, self.skipped_in_row = self.train_data.position, 0

@@ -18,6 +18,7 @@ from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, only_run_in, together
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.processes import World
+from axonn_jax.distributed.signals import StopSignals
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import precisions
@@ -33,7 +34,6 @@ from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.loop import Run
 from axonn_jax.train.optimizer import make_optimizer
-from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer
 from axonn_jax.train.validate import corpora_of, residual_comm_of
 

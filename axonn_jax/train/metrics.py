@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.checkpoint.manifest import FOLDER, all_steps, step_of
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
@@ -32,7 +32,6 @@ from axonn_jax.tracking.services import MlflowTracker, WandbTracker
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, own_tracker
 from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.resume import FOLDER
 from axonn_jax.train.validate import samples_of
 
 SAMPLE_TOKENS = 32

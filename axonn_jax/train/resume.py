@@ -5,86 +5,36 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.adapters.config import LORA
 from axonn_jax.adapters.merge import not_whole
 from axonn_jax.adapters.peft import is_adapter
-from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
+from axonn_jax.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpoint, all_steps, step_of
 from axonn_jax.checkpoint.naming import SCALE
 from axonn_jax.checkpoint.orbax import reason
 from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.tokenize import alike
-from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in, together
+from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.hub import commit_of, found
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
-from axonn_jax.terminal import say
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.engines.base import facts_of, shape_of, take
+from axonn_jax.train.engines.base import facts_of, take
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import take_adapter, take_pretrained
 from axonn_jax.train.optimizer import changed_rate
+from axonn_jax.train.saving import begin_save, finite
 from axonn_jax.train.validate import WEIGHTS
 
-FOLDER = "checkpoints"
 _FACTS = {"position": int, "data.seed": int, "train.seed": int, "model.seq_len": int, "data": str}
 _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
-
-
-def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Save all of an engine's state and the run's `facts` and wait; raises ``OSError`` with the reason of a failure."""
-    # The run whose checkpoints the directory has, if any, may be at work.
-    sync, run = host_sync(engine.grid), directory.parent if directory.name == FOLDER else directory
-    failed = f"the checkpoint of step {step} was not saved in {directory}:"
-    with only_run_in(str(run), sync, say, lambda _, accepted: OSError(f"{failed} it takes {accepted}")):
-        saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
-        _begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
-        with engine.saving():
-            error = saver.settle()
-            saver.close()
-    if error:
-        raise OSError(f"{failed} {error}")
-    return directory / name_of(step)
-
-
-def _begin_save(
-    saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any], loss: float = math.inf
-) -> None:
-    """Begin to save all of an engine's state, or refuse infinite or NaN values anywhere in the run."""
-    with engine.saving() as progress:
-        if finite(engine, sync):
-            shape = shape_of(engine)
-            run = {**facts, "model": asdict(shape)} if shape else facts
-            saver.save(step, engine.state(), run, progress, loss=loss)
-        else:
-            saver.refuse(step, "weights or optimizer state are not finite numbers")
-
-
-def finite(engine: Engine, sync: HostSync) -> bool:
-    """True if an engine's state is finite in all processes of the run, which all must ask."""
-    return all(sync.gather_number(engine.finite()))
-
-
-def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
-    """Load the caller's checkpoint or pretrained directory; return the step."""
-    sync = host_sync(engine.grid)
-    if is_pretrained(path):
-        if not weights_only:
-            raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
-        take_pretrained(engine, path, sync, "checkpoint")
-        return 0
-    checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
-    take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
-    return checkpoint.manifest.step
 
 
 class Checkpoints:
@@ -150,7 +100,7 @@ class Checkpoints:
         With `checkpoint.best` and a held-out `loss`, the checkpoint stays while no other complete one has a lower loss.
         """
         loss = loss if self._config.checkpoint.best else math.inf
-        _begin_save(self.saver, self._engine, self._sync, step, self._facts(position), loss)
+        begin_save(self.saver, self._engine, self._sync, step, self._facts(position), loss)
         self.saved_step = step
 
     def finite(self) -> bool:

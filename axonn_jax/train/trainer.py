@@ -1,7 +1,7 @@
 """Trainer: a model, an optimizer and a grid become a step."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from axonn_jax.checkpoint.restore import Checkpoint
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import Grid
@@ -23,11 +24,11 @@ from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.modules.apart import fitting
 from axonn_jax.train.modules.job import check_loss, loss_job
-from axonn_jax.train.modules.numbers import is_total
+from axonn_jax.train.modules.numbers import means
 from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.optimizer import averaging
-from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.saving import iterator_of, load_checkpoint, resume_newest, save_as
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Trainer:
     """
 
     engine: Engine
+    pruning: Pruning
 
     @typed_arguments
     def __init__(
@@ -128,15 +130,14 @@ class Trainer:
                 job = model_job(model, optimizer, grid, tensor=tensor, **given)
                 self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
         self._averaged = self.engine.averaged if ema and isinstance(self.engine, SpmdEngine) else nullcontext
-        self._pruning = Pruning(prune, self.engine)
+        self.pruning = Pruning(prune, self.engine)
+        self._run: Mapping[str, Any] = {}
 
     @property
     @_on_own_mesh
     def model(self) -> Any:
-        """Return the trained module, of the given type: copies of the weights on the devices, untouched by later steps.
-
-        In a pipeline every layer is on its stage's devices. Raises ``UserError`` if some are in other processes.
-        """
+        """Return the trained module, of copies of the weights on the devices of their stages; raises ``UserError`` in a
+        pipeline of several processes."""
         return self._merged(self.engine.params)
 
     @property
@@ -184,10 +185,10 @@ class Trainer:
             UserError: The batch has another form, or one that `loss` does not take; in a run of one process no targets.
         """
         batch = self.engine.batches.read(batch, counts=True)
-        self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
+        self.pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
         with fitting(batch):
             metrics = self.engine.step(batch)
-        self._pruning.at(self.engine.steps_done)
+        self.pruning.at(self.engine.steps_done)
         return metrics
 
     @typed_arguments
@@ -211,7 +212,7 @@ class Trainer:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
         if loss is not None:
             check_loss(loss)
-        self._pruning.check_masks()
+        self.pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         with self._averaged():
             for batch in map(shaped.read, batches):
@@ -221,18 +222,8 @@ class Trainer:
                     own = self._numbers
                     given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
                 results.append(bounded(given))
-        counts = [float(count) for _, count, _ in results]
-        if not any(counts):
-            raise UserError("evaluate", "no targets", "at least one target that counts")
-
-        def mean(*values: Any) -> float:
-            if is_total(values[0]):
-                return sum(float(each.value) for each in values)
-            return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
-
-        total = mean(*(value for value, _, _ in results))
-        numbers = [each for _, _, each in results]
-        return (total, jax.tree.map(mean, *numbers, is_leaf=is_total)) if aux else total
+        mean, numbers = means(results)
+        return (mean, numbers) if aux else mean
 
     @typed_arguments
     @_on_own_mesh
@@ -245,30 +236,28 @@ class Trainer:
         Raises:
             UserError: The optimizer keeps no number of that name.
         """
-        for name, number in numbers.items():
-            if not isinstance(number, int | float):
-                raise UserError(name, number, "a number")
         for store in self.engine.stores.values():
             store.set(numbers)
 
     @typed_arguments
     @_on_own_mesh
-    def save(self, directory: str | Path, step: int) -> Path:
-        """Write all state to a checkpoint and wait; collective over the run's processes.
+    def save(self, directory: str | Path, step: int, *, keep: int | None = None, iterator: Any = None) -> Path:
+        """Write all state to a checkpoint, wait, and return its path; collective over the run's processes.
 
         Args:
             directory: The directory in which `step_N` is made.
             step: The step's number N.
-
-        Returns:
-            The path of the checkpoint.
+            keep: The newest checkpoints that stay in the directory; None: all.
+            iterator: The state of this process's data, as `Loader.position` or what Grain's `get_state` returns.
 
         Raises:
+            UserError: JSON does not hold the iterator's state.
             OSError: The checkpoint cannot be written, or the state is not finite; the text has the reason.
         """
-        self._pruning.check_masks()
+        self.pruning.check_masks()
         integer("step", step, 0)
-        return save_as(self.engine, Path(directory), step)
+        keep = keep if keep is None else integer("keep", keep, 1)
+        return save_as(self.engine, Path(directory), step, keep=keep, iterator=iterator)
 
     @typed_arguments
     @_on_own_mesh
@@ -285,15 +274,27 @@ class Trainer:
         Raises:
             UserError: Arrays are missing, unexpected, misshapen or corrupt, or masks contradict `prune`.
         """
-        step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
-        self._pruning.loaded()
-        return step
+        loaded = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
+        return self._loaded(loaded, resumes=not weights_only) or 0
+
+    @typed_arguments
+    @_on_own_mesh
+    def resume(self, directory: str | Path) -> int | None:
+        """Load the newest whole checkpoint of a directory as `load` does, and return its step; None: a new run."""
+        return self._loaded(resume_newest(self.engine, Path(directory)))
+
+    def _loaded(self, checkpoint: Checkpoint | None, *, resumes: bool = True) -> int | None:
+        if checkpoint is not None and resumes:
+            self._run = checkpoint.manifest.run
+        self.pruning.loaded()
+        return None if checkpoint is None else checkpoint.manifest.step
+
+    @property
+    def iterator(self) -> Any:
+        """Return this process's `iterator` of the checkpoint loaded last, or None; raises ``UserError`` where each of
+        another number of processes had its own."""
+        return iterator_of(self._run, self.engine.grid)
 
     def close(self) -> None:
         """End threads and channels of a pipeline, before the process ends."""
         self.engine.close()
-
-
-def pruning_of(trainer: Trainer) -> Pruning:
-    """Return the pruning of a trainer's engine, for reports."""
-    return trainer._pruning

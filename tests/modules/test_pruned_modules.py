@@ -11,7 +11,6 @@ from flax import linen, nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.train.trainer import pruning_of
 
 DENSITY, STEPS = 0.25, 20
 PRUNE = ax.PruneConfig(density=DENSITY)
@@ -115,7 +114,7 @@ def test_pruning_begins_behind_a_step():
     weights, pruned = (jax.tree.map(np.asarray, each.engine.params) for each in (dense, trainer))
     for name in KERNELS:
         np.testing.assert_array_equal(pruned[name], weights[name] * largest(weights[name]), err_msg=name)
-    assert any("pruned 6 kernels to 0.25" in line for line in pruning_of(trainer).lines())
+    assert any("pruned 6 kernels to 0.25" in line for line in trainer.pruning.lines())
     assert np.isfinite([float(trainer.step(batch)["loss"]) for batch in batches[2:]]).all()
     after = jax.tree.map(np.asarray, trainer.engine.params)
     assert all(np.array_equal(after[name] != 0, pruned[name] != 0) for name in KERNELS)

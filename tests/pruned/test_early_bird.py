@@ -13,7 +13,6 @@ import axonn_jax as ax
 from axonn_jax import GridShape, PruneConfig
 from axonn_jax.pruned import masks
 from axonn_jax.pruned.masks import kept, magnitude_masks, random_masks
-from axonn_jax.train.trainer import pruning_of
 
 EVERY, STEPS = 2, 24
 
@@ -67,7 +66,7 @@ def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
     pruned = None
     for step, batch in enumerate(batches(STEPS), start=1):
         trainer.step(batch)
-        if any(line.startswith(f"step {step}: pruned 10 kernels to") for line in pruning_of(trainer).lines()):
+        if any(line.startswith(f"step {step}: pruned 10 kernels to") for line in trainer.pruning.lines()):
             pruned = step
             break
     assert pruned == want

@@ -15,7 +15,6 @@ from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.pruned.masks import kept
 from axonn_jax.train.engines import base
-from axonn_jax.train.trainer import pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,7 +164,7 @@ def test_masks_of_a_file(axes, file, tmp_path):
                     with pytest.raises(UserError, match=r"prune\.mask_file = .*unless a checkpoint that is loaded has"):
                         use()
             trainer.load(path)
-            lines = pruning_of(trainer).lines()
+            lines = trainer.pruning.lines()
             assert ("is not there: the masks of the checkpoint go on" in lines[-1]) == (file == "none")
             assert np.isfinite(float(trainer.step(np.zeros((4, 9), np.int32))["loss"]))
             for name, mask in masks.items():

@@ -85,7 +85,7 @@ def test_a_run_stopped_before_the_evaluation_that_ends_it_ends_when_it_goes_on(p
     assert ended < 20
     with monkeypatch.context() as patched:
         steps = itertools.count(1)
-        patched.setattr("axonn_jax.train.signals.StopSignals.requested", stops)
+        patched.setattr("axonn_jax.distributed.signals.StopSignals.requested", stops)
         assert main(["train", str(config), *words]) == 143
     assert main(["train", str(config), *words]) == 0
     losses = [[r for r in read_metrics(tmp_path / name) if "eval_loss" in r] for name in ("whole", "parts")]

@@ -122,7 +122,7 @@ def test_a_run_stopped_when_evaluation_and_samples_are_due_makes_them_when_it_go
         with monkeypatch.context() as patched:
             steps = iter(range(1, 9))
             if wanted:
-                patched.setattr("axonn_jax.train.signals.StopSignals.requested", stops)
+                patched.setattr("axonn_jax.distributed.signals.StopSignals.requested", stops)
             assert main(words) == wanted
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     more = flags(sampling(prompts, log_dir=tmp_path / "parts", **options | {"train_steps": 5}))

@@ -21,11 +21,11 @@ from axonn_jax.cli.launch import slurm
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.distributed.host_sync import LOCK
 from axonn_jax.distributed.processes import MET
+from axonn_jax.distributed.signals import SIGNALS, handled
 from axonn_jax.documents import Held, held, own_file, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
 from axonn_jax.train.config_file import read, split_argv
-from axonn_jax.train.signals import SIGNALS, handled
 
 LOG = "restarts.log"
 _FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.SIGHUP}

@@ -1,6 +1,6 @@
 """Numbers beside a loss, and parts of their means and totals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +49,24 @@ def part_weights(weight: Weight | None, batch_of: Callable[[Any], Any], rows: li
     for _ in range(parts):
         weigh = jax.vmap(weigh)
     return weigh(rows)
+
+
+def means(results: Sequence[tuple[Any, Any, Any]]) -> tuple[float, Any]:
+    """Return the mean loss, and the means or totals of the numbers beside it, of evaluations (loss, count, numbers).
+
+    Raises ``UserError`` where nothing counts.
+    """
+    counts = [float(count) for _, count, _ in results]
+    if not any(counts):
+        raise UserError("evaluate", "no targets", "at least one target that counts")
+
+    def mean(*values: Any) -> float:
+        if is_total(values[0]):
+            return sum(float(each.value) for each in values)
+        return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
+
+    numbers = [each for _, _, each in results]
+    return mean(*(loss for loss, _, _ in results)), jax.tree.map(mean, *numbers, is_leaf=is_total)
 
 
 def is_total(leaf: Any) -> bool:
