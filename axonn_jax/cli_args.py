@@ -96,6 +96,8 @@ class Option:
                 return choices[text]
             raise UserError(self.flag, text, self.accepted + nearest(text, choices))
         try:
+            if self.kind is str:  # bytes of UTF-8 on which an ASCII locale gave up
+                text = text.encode(errors="surrogateescape").decode(errors="surrogateescape")
             value = {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
         except (ValueError, KeyError):
             raise UserError(self.flag, text, self.accepted) from None

@@ -136,7 +136,8 @@ def check_pointer(raw: bytes) -> None:
 def parse_json(raw: bytes) -> Any:
     """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers, deep nesting or more than memory is for.
 
-    A megabyte of empty lists takes sixty once it is read, so their number is looked at first.
+    A byte-order mark in front is left out. A megabyte of empty lists takes sixty once it is read, so their number is
+    looked at first.
     """
     check_pointer(raw)
     if _parsed_bytes([raw]) > _MOST_PARSED and (size := _parsed_bytes(_without_texts(raw))) > _MOST_PARSED:
@@ -145,7 +146,7 @@ def parse_json(raw: bytes) -> Any:
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
+        return json.loads(raw.decode("utf-8-sig"), parse_constant=_refused, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import os
 import re
 import sys
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     One that fails among several processes ends here, so that their launcher ends the others.
     """
     open_missing()
+    for stream in (sys.stdout, sys.stderr):  # an ASCII locale cannot express every path and text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Prompts in files: a JSON object a line, or a text a line; their tokens."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ class FixedPrompt(NamedTuple):
 def fixed_prompts(path: Path, tokenizer: Any, shape: ModelShape, field: str) -> list[FixedPrompt]:
     """Return the prompts of a file: `.jsonl`, or of any other name a text a line; raise ``UserError`` for `field`."""
     with refused(field, path, "a file of prompts, .jsonl or one a line"):
-        raw = read_bytes(path, MOST_BYTES)
+        raw = read_bytes(path, MOST_BYTES).removeprefix(BOM_UTF8)
     if path.suffix == ".jsonl":
         lines = objects_of(raw, path, field)
     else:  # bytes that are no text become Python's stand-ins, which no prompt may have

@@ -99,7 +99,7 @@ def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
     """
     path = Path(local_path("CONFIG.toml", str(path)))
     try:
-        text = read_bytes(path, TOML_BYTES).decode("utf-8")
+        text = read_bytes(path, TOML_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
     except OSError as error:

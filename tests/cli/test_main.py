@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 import zlib
+from codecs import BOM_UTF8
 from importlib import metadata
 
 import pytest
@@ -18,9 +19,11 @@ from launched import AXONN, UNDER_MPIRUN, environment, finished, mpirun
 
 from axonn_jax.cli import main as command_line
 from axonn_jax.cli.main import COMMANDS, main, rank_of, report
+from axonn_jax.documents import parse_json
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.huggingface.families import FAMILIES
-from axonn_jax.train.config_file import tables
+from axonn_jax.planner.machines.machine_file import dumps_machine, load_machine
+from axonn_jax.train.config_file import read, tables
 
 
 def install(monkeypatch, run, arguments=None):
@@ -313,3 +316,27 @@ def test_a_file_opened_later_takes_no_closed_stream():
     line = f'{shlex.quote(sys.executable)} -c "{code}file=sys.stderr)" >&- <&-'
     done = finished(["sh", "-c", line])
     assert done.stderr == "True\n"
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_an_ascii_locale_takes_and_shows_what_it_cannot_express(tmp_path):
+    code = "from axonn_jax.cli_args import parse; from axonn_jax.cli.generate import Generate; import sys; "
+    code += "print(ascii(parse(Generate, ['run', '--prompt', sys.argv[1]], 'generate').prompt))"
+    assert finished([sys.executable, "-c", code, "é 漢"], **ASCII).stdout == "'\\xe9 \\u6f22'\n"
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"line {number} of a text\n" * 20)
+    words = [*AXONN, "prepare", tmp_path / "text", tmp_path / "é", "--vocab", 260]
+    done = finished(words, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xe9" in done.stdout
+
+
+def test_a_byte_order_mark_in_front_of_a_file_is_left_out(tmp_path):
+    (tmp_path / "run.toml").write_bytes(BOM_UTF8 + b"[train]\nsteps = 3\n")
+    assert read(tmp_path / "run.toml").train.steps == 3
+    (tmp_path / "machine.toml").write_bytes(BOM_UTF8 + dumps_machine(load_machine("laptop")).encode())
+    assert load_machine(str(tmp_path / "machine.toml")).name == "machine"
+    assert parse_json(BOM_UTF8 + b'{"prompt": "x"}') == {"prompt": "x"}

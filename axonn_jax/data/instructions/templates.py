@@ -228,7 +228,7 @@ def template_of(name: str, tokenizer: Path) -> Template:
     if not name.endswith(".jinja"):
         raise UserError("--template", name, f"alpaca, chat or FILE.jinja{nearest(name, ('alpaca', 'chat'))}")
     with refused("--template", name, "a file in jinja that can be read"):
-        source = read_bytes(Path(name), _MOST).decode()
+        source = read_bytes(Path(name), _MOST).decode("utf-8-sig")
     return Jinja(ChatTemplate(source, special_tokens(folder, "--tokenizer"), "--template", name))
 
 

@@ -111,7 +111,7 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
     shape, why = None, "a directory left by `axonn-jax train`, with a config.toml; a pretrained one, or a step_N"
     try:
         if (path / "config.toml").is_file():
-            shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode()})
+            shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode("utf-8-sig")})
         elif (path / "manifest.json").is_file():
             manifest = read_json(path / "manifest.json", _MOST_MANIFEST, inside=path)
             shape = shape_in(manifest["content"]["run"]) if "content" in manifest else None  # that of prepared data

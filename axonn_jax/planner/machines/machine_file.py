@@ -41,7 +41,7 @@ def load_machine(name: str, field: str = "machine") -> Machine:
             accepted = f"one of {', '.join(names)}, or the path of a .toml file{nearest(name, names)}"
             raise UserError(field, name, accepted)
     try:
-        text = read_bytes(path, TOML_BYTES).decode("utf-8")
+        text = read_bytes(path, TOML_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(field, str(path), f"a machine file that can be read; {error}") from None
     return loads_machine(text, path.stem, str(path), field)
