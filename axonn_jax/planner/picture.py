@@ -32,9 +32,9 @@ def draw_plan(
 
 
 def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]]) -> None:
-    shown = plan.best[:8]
+    shown = plan.in_order()[:8]
     names = [_name(one, request) for one in shown]
-    _bars(panels[0, 0], names, _parts(shown), "s a step")
+    _bars(panels[0, 0], names, _parts(shown), "s a step", begin=_begin(shown))
     kinds = {kind: [getattr(one.memory, kind) / 1e9 for one in shown] for kind in MEMORY_KINDS}
     _bars(panels[0, 1], names, kinds, "GB a device")
     front = panels[1, 0]
@@ -81,13 +81,20 @@ def _parts(shown: Sequence[Estimate]) -> dict[str, list[float]]:
     return {name: values for name, values in parts.items() if any(values)}
 
 
-def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: str) -> None:
+def _begin(shown: Sequence[Estimate]) -> float:
+    """Return where the axis of times begins: where computing ends soonest, or nearly, as grids differ behind that."""
+    least = 0.95 * min(one.compute_s for one in shown)
+    return least if max(one.step_s for one in shown) < 2 * least else 0.0
+
+
+def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: str, begin: float = 0.0) -> None:
     left = [0.0] * len(names)
     for name, values in parts.items():
         panel.barh(names, values, left=left, label=name)
         left = [a + b for a, b in zip(left, values, strict=True)]
     panel.invert_yaxis()
-    panel.set_xlabel(label)
+    panel.set_xlim(begin, begin + 1.05 * (max(left) - begin))
+    panel.set_xlabel(f"{label}, from {begin:.3g} on" if begin else label)
     panel.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, columnspacing=1.0)
 
 

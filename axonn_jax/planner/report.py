@@ -43,10 +43,10 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
             f"({memory.gathered / 1e9:.1f} GB) and are not gathered again."
         )
     if candidate.offload:
-        stays = f", but {memory.staying / 1e9:.1f} GB that have room stay on the device" if memory.staying else ""
+        stays = f", {memory.staying / 1e9:.1f} GB more stay on the device" if memory.staying else ""
         sentences.append(
-            f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device{stays}): it does not all fit beside "
-            "the rest."
+            f"Optimizer state is on the host ({(memory.host - memory.staying) / 1e9:.1f} GB a device{stays}), as not "
+            "all fits beside the rest."
         )
     if candidate.zero:
         sentences.append(f"ZeRO-1 shares optimizer state among {grid.replicas} replicas.")

@@ -164,6 +164,8 @@ def test_pictures(capsys, tmp_path):
         ("4Mi", 2048, 2048),
         ("8_388_608", 512, 16384),
         ("1M", 1024, 1024),
+        ("512K", 2048, 256),
+        ("500K", 2048, 244),
     ],
 )
 def test_amounts_of_tokens(text, seq, expected):
@@ -239,6 +241,23 @@ def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkey
     monkeypatch.setattr(search, "legal_grids", lambda *args: searches.append(args) or legal_grids(*args))
     output(capsys, [*PLAN, "--png", str(tmp_path / "plan.png")])
     assert [space.grids is None for _, _, space, _ in searches] == [True] + [False] * (len(searches) - 1)
+
+
+def test_the_picture_has_the_tables_order_and_one_batch_on_all_numbers_of_devices(capsys, tmp_path, monkeypatch):
+    from axonn_jax.planner import picture
+
+    axes, drawn = [], picture._draw_panels
+    monkeypatch.setattr(picture, "_draw_panels", lambda panels, *told: axes.append(panels) or drawn(panels, *told))
+    argv = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "64", "--png", str(tmp_path / "p.png")]
+    table = json.loads(output(capsys, [*argv, "--json"]))["configs"]
+    ((times, _), (_, scaling)) = axes[0]
+    names = [label.get_text().splitlines()[0] for label in times.get_yticklabels()]
+    shown = [" ".join(f"{axis}{one[axis]}" for axis in GRID_AXES if one[axis] > 1) for one in table]
+    assert names[: len(shown)] == shown
+    devices, seconds = scaling.get_lines()[0].get_data()
+    assert [count * second for count, second in zip(devices, seconds, strict=True)] == pytest.approx(
+        [devices[0] * seconds[0]] * len(devices), rel=0.3
+    )
 
 
 def test_residual_comm_are_priced_and_in_the_command(capsys):

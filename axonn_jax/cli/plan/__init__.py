@@ -43,19 +43,22 @@ def run(args: Plan) -> int:
             from axonn_jax.planner.report import scaling
 
             ticker.now("drawing")
-            curve = scaling(_fewer(args), result.best, question.space, question.limit)
+            curve = scaling(_fewer(args, question.request), result.best, question.space, question.limit)
             draw_plan(question.request, result, curve, args.png, title=f"{args.model} on {args.machine}")
     print(json.dumps(_figures(args, question, result)) if args.json else text(args, question, result))
     return 0
 
 
-def _fewer(args: Plan) -> list[PlanRequest]:
-    """The request on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth."""
+def _fewer(args: Plan, whole: PlanRequest) -> list[PlanRequest]:
+    """The request on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth.
+
+    The batch is that of all devices, though one that no flag names would follow their number.
+    """
     requests, devices = [], args.devices
     while devices % 2 == 0 and devices > max(1, args.devices // 16):
         devices //= 2
         try:
-            requests.append(ask(replace(args, devices=devices)).request)
+            requests.append(replace(ask(replace(args, devices=devices)).request, batch=whole.batch))
         except UserError:
             break
     return requests
@@ -131,14 +134,18 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
     lines = [
         f"{args.model} ({request.shape.params() / 1e9:.1f} B parameters) on {args.devices} x "
         f"{request.machine.device.kind} of {args.machine}: {request.batch} sequences of "
-        f"{request.shape.seq_len} tokens a step, {request.precision}, {', '.join(settings)}",
+        f"{request.shape.seq_len} tokens ({request.batch * request.shape.seq_len:,}) a step, {request.precision}, "
+        f"{', '.join(settings)}",
         "",
         *_table(request, shown),
         "",
     ]
     best = shown[0]
     if result.alike > 1:
-        lines.append(f"{result.alike} grids are as good, their times within {TIE:.0%}: the simplest of them is first.")
+        lines.append(
+            f"{result.alike} grids are as good, their times within {TIE:.0%}: the simplest of them is first, then the "
+            "fastest."
+        )
     lines += [f"Why the first: {' '.join(explain(request, result, best))}", ""]
     lines += ["Communication of the first, s a step (exposed + hidden):"]
     lines += [
@@ -151,16 +158,19 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
         "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     )
     if best.memory.host:
-        stays = f", of which {best.memory.staying / 1e9:.1f} GB stay on the device" if best.memory.staying else ""
-        lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process{stays}")
+        on_host, stays = best.memory.host - best.memory.staying, f"{best.memory.staying / 1e9:.1f} GB"
+        line = f"  and {on_host / 1e9:.1f} GB on the host for each device, one a process"
+        line += f"; {stays} of what is offloaded have room on the device and stay there" if best.memory.staying else ""
+        lines.append(line)
     if best.memory.host > XLAS_OWN * GIB:
         lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
     lines += _explained(request, best) if args.explain else []
-    if len(result.pareto) > 1:
-        lines += ["", "Slower but smaller (no other configuration beats these in both time and memory):"]
+    smaller = [estimate for estimate in result.pareto if estimate.memory.total < best.memory.total]
+    if smaller:
+        lines += ["", "With less memory than the first (no other configuration beats these in both time and memory):"]
         lines += [
             f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_named(request, estimate)}"
-            for estimate in result.pareto[:6]
+            for estimate in smaller[:6]
         ]
     if result.rejected:
         lines += ["", "Left out:"]
