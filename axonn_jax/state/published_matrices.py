@@ -179,6 +179,7 @@ def _in_params(change: Callable[[dict[str, Any]], Any], names: Collection[str], 
 
 def _is_muon(optimizer: optax.GradientTransformation, trained: Params) -> bool:
     """Return True for an optimizer with Muon's state, by whatever name and beside whatever else."""
-    state = jax.eval_shape(optimizer.init, trained)
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in trained.items()}  # arrays lie on any mesh
+    state = jax.eval_shape(optimizer.init, shapes)
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.contrib.MuonState))
     return any(isinstance(leaf, optax.contrib.MuonState) for leaf in leaves)

@@ -137,6 +137,7 @@ def test_log_directory_may_exist(config, tmp_path):
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 words = text.filter(lambda word: "," not in word)  # of lists, as a flag has them
+paths = words.filter(lambda word: ":/" not in word)  # of this machine
 
 
 def values(cls):
@@ -146,6 +147,8 @@ def values(cls):
         arguments = get_args(annotation)
         if get_origin(annotation) is Annotated:
             kind, note = arguments
+            if kind is str:
+                return paths
             ends = {"min_value": note.low, "max_value": None if note.high == math.inf else note.high}
             if kind is int:
                 return st.integers(**ends)
@@ -155,7 +158,7 @@ def values(cls):
             return st.lists(words, min_size=1, max_size=3).map(tuple)
         if get_origin(annotation) is Mapping:
             named = words if arguments[1] is str else of(arguments[1])
-            return st.dictionaries(words.filter(lambda word: "=" not in word), named, max_size=3)
+            return st.dictionaries(paths.filter(lambda word: "=" not in word), named, max_size=3)
         if type(None) in arguments:
             return st.none() | of(arguments[0])
         if arguments:
