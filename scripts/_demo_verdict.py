@@ -16,7 +16,8 @@ def main(run: Path) -> int:
     if loss >= entropy:
         print("demo: FAILED: the model knows no more than how often each token occurs", file=sys.stderr)
         return 1
-    print("demo: next, the same on two processes:")
+    print(f"demo: more texts: .venv/bin/axonn-jax generate {run} --prompt 'class Test' --tokens 100")
+    print("demo: the same on two processes:")
     print(
         "  .venv/bin/mpirun --bind-to none -n 2 .venv/bin/axonn-jax train examples/demo.toml "
         "--grid.pipe 2 --grid.x 1 --log.dir runs/two"
