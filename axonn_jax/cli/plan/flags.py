@@ -1,11 +1,11 @@
 """Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
-from math import floor, prod
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+from axonn_jax.cli.plan.batch import sequences
 from axonn_jax.cli.plan.model import NamedModel, named_model
 from axonn_jax.cli.plan.refusals import VIRTUAL, check_legal
 from axonn_jax.cli_args import Arg
@@ -19,7 +19,6 @@ from axonn_jax.options import (
     Precision,
     ReshardAfter,
     ResidualComm,
-    amount,
     amount_of_bytes,
 )
 from axonn_jax.planner.machines.machine_file import load_machine
@@ -31,8 +30,6 @@ from axonn_jax.schedule.policies import ByArrival, policy_of
 
 SEQUENCES = 8
 """Sequences a device of a step where no batch is given."""
-_TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
-_MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
 _OVERLAPS = tuple(f.name for f in fields(OverlapFlags))
 
 Count = Annotated[int, Arg(least=1, most=MOST_DEVICES)]
@@ -186,35 +183,6 @@ def _space(args: PlanFlags) -> SearchSpace:
         virtual_stages=(1, 2, 4) if stages is None else (stages,),
         reshard_after=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
     )
-
-
-def sequences(text: str, seq: int) -> int:
-    """Sequences of a batch given in tokens: exactly, or rounded such as `16.8M`.
-
-    A rounded number stands for the batch near it with the most factors of two, as grids divide it: 16.8M at 2,048 is
-    8,192 sequences. K and M may be powers of two: 512K is 524,288 tokens, 256 sequences. Raises ``UserError`` where
-    there is no whole number of sequences.
-    """
-    accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
-    tokens, slack = amount("--batch-tokens", text, _TOKENS, accepted)
-    if tokens > _MOST_SEQUENCES * seq:
-        raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
-    binary = {"k": Fraction(2**10, 10**3), "m": Fraction(2**20, 10**6)}.get(text.strip()[-1:].lower(), Fraction(1))
-    found = [_most_even((tokens - slack) * factor / seq, (tokens + slack) * factor / seq) for factor in (1, binary)]
-    if not any(found):
-        near = max(1, round(tokens / seq)) * seq
-        raise UserError("--batch-tokens", text, f"a multiple of the sequence length, {seq}; nearest: {near}")
-    return max(found, key=lambda number: number & -number)
-
-
-def _most_even(low: Fraction, high: Fraction) -> int:
-    """Return the whole number above 0 with the most factors of two in a range, 0 where there is none."""
-    first, last, step = -floor(-low), floor(high), 1
-    if first > last or last < 1:
-        return 0
-    while (last // (2 * step)) * 2 * step >= max(first, 1):
-        step *= 2
-    return last // step * step
 
 
 def _limit(text: str | None, request: PlanRequest) -> float:
