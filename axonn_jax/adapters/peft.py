@@ -33,10 +33,10 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MOST_CONFIG = 1 << 20
 _MODULES: Mapping[Target, str] = {target: f"{target}_proj" for target in TARGETS}
-# Keys that change nothing of the function, whatever their values.
+# Keys that change nothing of the function, whatever their values. Layers that have adapters are all, or arrays lack.
 _IDLE = frozenset({
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
-    "revision", "task_type",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "layers_to_transform",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 })  # fmt: skip
 _READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias")
 _PLAIN_STARTS = (True, False, "gaussian")
@@ -74,8 +74,12 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
     targets = raw.get("target_modules")
     if targets == "all-linear":  # all but the head
         targets = [*_MODULES.values()]
+    elif isinstance(targets, str) and targets:  # a regular expression, whose matches have arrays
+        stored = {name.removesuffix(".lora_A.weight") for name in TensorFiles(directory, field, TENSORS).tensors}
+        targets = [name for name in _MODULES.values() if any(module.endswith(f".{name}") for module in stored)]
     if not isinstance(targets, list) or not targets:
-        raise UserError(f"{field}: target_modules", targets, "a list of names, as PEFT saves it")
+        accepted = "a list of names or a regular expression, as PEFT saves it, of layers whose arrays are there"
+        raise UserError(f"{field}: target_modules", raw.get("target_modules"), accepted)
     known = {name: target for target, name in _MODULES.items()}
     for name in targets:
         if name not in known:

@@ -4,7 +4,7 @@ import adapted
 import numpy as np
 import pytest
 import tiny
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import axonn_jax as ax
 from axonn_jax.adapters.layers import merged, settings_of
@@ -51,10 +51,21 @@ def test_files_written_are_the_files_read(directory, tmp_path):
     assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
-def test_all_linear_layers_are_all_targets(tmp_path):
+@pytest.mark.parametrize("targets", ["all-linear", r".*layers\.\d+\.(self_attn|mlp)\..*_proj", "(a+)+$" + "a" * 40])
+def test_all_linear_layers_are_all_targets(tmp_path, targets):
+    """A pattern is not evaluated, which a stranger's could take for ever: what it has chosen are the arrays."""
     adapter = read_adapter(adapted.peft_directory(tmp_path / "named"), adapted.SHAPE, "directory")
-    folder = adapted.peft_directory(tmp_path / "all", target_modules="all-linear")
+    every = {"layers_to_transform": [*range(adapted.SHAPE.layers)], "layers_pattern": "layers"}
+    folder = adapted.peft_directory(tmp_path / "all", target_modules=targets, **every)
     assert read_adapter(folder, adapted.SHAPE, "directory").config == adapter.config
+
+
+def test_adapters_of_some_layers_alone_are_one_line(tmp_path):
+    folder = adapted.peft_directory(tmp_path / "some", target_modules=".*_proj", layers_to_transform=[0])
+    tensors = load_file(folder / TENSORS)
+    save_file({name: value for name, value in tensors.items() if ".layers.1." not in name}, folder / TENSORS)
+    with pytest.raises(ax.UserError, match=r"^directory: tensor \S+layers\.1\.\S+ = None: an array of shape"):
+        read_adapter(folder, adapted.SHAPE, "directory")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads an attribute that transformers renamed

@@ -327,7 +327,7 @@ BAD_ADAPTERS = {
     "kind": ({"peft_type": "LOHA"}, "peft_type = 'LOHA': LORA"),
     "start": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     "rank": ({"r": 0}, "r = 0: at least 1"),
-    "text": ({"target_modules": ".*_proj"}, "target_modules = '.*_proj': a list of names"),
+    "number": ({"target_modules": 3}, "target_modules = 3: a list of names or a regular expression"),
     "target": ({"target_modules": ["q_proj", "up_prj"]}, "target_modules = 'up_prj': among q_proj"),
     "left over": ({"target_modules": ["q_proj", "v_proj"]}, "only those of the adapters of target_modules"),
     "another rank": ({"r": 5}, "(4, 48): (5, 48), for an adapter of this base"),

@@ -23,7 +23,7 @@ COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doct
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
     "tokenizers", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
-    "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
+    "disk", "slurm", "tensorboardX", "wandb", "mlflow", "pyarrow", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
     "SLURM_JOB_ID": "7",

@@ -56,6 +56,9 @@ _FAILS = {
 }
 _EXTRAS = {
     "tensorboardX": ("tensorboard", "[log] tensorboard"),
+    "wandb": ("wandb", "[log] wandb"),
+    "mlflow": ("mlflow", "[log] mlflow"),
+    "pyarrow": ("data", "prepare of Parquet files"),
     "transformers": ("hf", "convert --check"),
     "huggingface_hub": ("hub", "names on the Hub, such as org/name"),
     "torch": ("", "convert --check, and scripts that make oracle values or compare with PyTorch"),
