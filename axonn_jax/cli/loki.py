@@ -146,13 +146,14 @@ def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None
 
     figure = new_figure(6, 3.5)
     axes = figure.subplots()
-    for (kind, words), color in zip((("post", "after"), ("pre", "before")), ("C0", "C1"), strict=True):
+    # Side by side and the second in dashes, as ranks are often the same.
+    for kind, words, color, dashes, shift in (("post", "after", "C0", "-", -0.06), ("pre", "before", "C1", "--", 0.06)):
         ranks = calibrated[kind].ranks()
-        layers = range(len(ranks))
+        layers = [layer + shift for layer in range(len(ranks))]
         for head in range(ranks.shape[1]):
             axes.plot(layers, ranks[:, head], ".", color=color, alpha=0.4)
-        axes.plot(layers, ranks.mean(1), "-", color=color, label=f"{words} rotation")
-    axes.axhline(head_dim, color="0.5", linestyle="--", label="features of a head")
+        axes.plot(layers, ranks.mean(1), linestyle=dashes, color=color, label=f"{words} rotation")
+    axes.axhline(head_dim, color="0.5", linestyle=":", label="features of a head")
     axes.set(xlabel="layer", ylabel="components that hold 90 %", ylim=(0, head_dim * 1.08))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

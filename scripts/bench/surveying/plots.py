@@ -10,6 +10,11 @@ from surveying.efficiency import TARGET
 from axonn_jax.documents import new_figure, save_picture
 
 Curve = Mapping[str, Any]
+SHOWN = {
+    "ours-data": "axonn_jax, data 2", "deepspeed-0": "DeepSpeed, stage 0", "jax-data": "Flax and jit, 2 devices",
+    "torch-ddp": "PyTorch DDP",
+}  # fmt: skip
+"""Names of racers for people."""
 
 
 def draw(curves: Sequence[Curve], rows: int, path: Path) -> None:
@@ -26,13 +31,13 @@ def draw(curves: Sequence[Curve], rows: int, path: Path) -> None:
             dashes = "-" if number == 0 else (0, (4, 1 + number))
             for panel, key, unit in ((over_tokens, "tokens", 1e3), (over_seconds, "seconds", 1)):
                 at = [point[key] / unit for point in one["points"]]
-                panel.plot(at, losses, linestyle=dashes, label=name if one["seed"] == 0 else None, **style)
+                panel.plot(at, losses, linestyle=dashes, label=SHOWN[name] if one["seed"] == 0 else None, **style)
     for panel, label in ((over_tokens, "thousand tokens"), (over_seconds, "seconds of steps")):
         panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
         panel.set(xlabel=label, ylabel="held-out loss, nats")
         panel.legend(frameon=False)
     _draw_sizes(sizes, [one for one in curves if one["name"] == names[0] and one["reached"]])
-    sizes.set_title(f"{names[0]} to a loss of {TARGET}")
+    sizes.set_title(f"{SHOWN[names[0]]}, to a loss of {TARGET}")
     save_picture(figure, path)
 
 
