@@ -96,6 +96,9 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
+    if argv[0] == "--completion":
+        print(_completion())
+        return 0
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
         raise UserError("command", name, f"one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
@@ -113,8 +116,35 @@ def _overview() -> str:
     lines.append("commands:")
     for name, text in COMMANDS.items():
         lines += wrapped(f"  {name:{width}}  {text}", wide, " " * (width + 4))
-    end = f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed."
+    end = f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed. In bash and zsh "
+    end += f'`eval "$({PROG} --completion)"` completes both (zsh: behind `autoload -U bashcompinit; bashcompinit`).'
     return "\n".join([*lines, "", *wrapped(end, wide)])
+
+
+_COMPLETION = """_axonn_jax() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} words="{commands}"
+  if [[ $COMP_CWORD -gt 1 ]]; then
+    case ${{COMP_WORDS[1]}} in
+{cases}
+      *) words= ;;
+    esac
+  fi
+  COMPREPLY=()
+  # Other words are files, which the shell completes itself.
+  if [[ $COMP_CWORD -eq 1 || $word == -* ]]; then COMPREPLY=($(compgen -W "$words" -- "$word")); fi
+}}
+complete -o default -F _axonn_jax {prog}"""
+
+
+def _completion() -> str:
+    """Return a shell's completion of commands and of their flags, as their help has them."""
+    cases = []
+    for name in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+            _dispatch([name, "--help"])
+        flags = dict.fromkeys(re.findall(r"^ +(--[\w.-]*\w)", shown.getvalue(), re.M))
+        cases.append(f'      {name}) words="{" ".join(flags)} --help" ;;')
+    return _COMPLETION.format(commands=" ".join((*COMMANDS, "--help")), cases="\n".join(cases), prog=PROG)
 
 
 def _versions() -> str:

@@ -340,3 +340,24 @@ def test_a_byte_order_mark_in_front_of_a_file_is_left_out(tmp_path):
     (tmp_path / "machine.toml").write_bytes(BOM_UTF8 + dumps_machine(load_machine("laptop")).encode())
     assert load_machine(str(tmp_path / "machine.toml")).name == "machine"
     assert parse_json(BOM_UTF8 + b'{"prompt": "x"}') == {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("la", {"launch"}),
+        ("train --grid.p", {"--grid.pipe"}),
+        ("prepare --tok", {"--tokenizer"}),
+        ("plan --memory.re", {"--memory.reshard_after"}),
+        ("inspect run", set()),
+    ],
+)
+def test_a_shell_completes_commands_and_flags(capsys, typed, completed):
+    assert main(["--completion"]) == 0
+    words = f"axonn-jax {typed}".split()
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}\n"
+    done = subprocess.run(
+        ["bash", "-c", f'{script}_axonn_jax; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == completed
+    assert done.stderr == ""
