@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 ALLOWED = {
     "lines": 49_200,
     "lines of tests": 40_900,
-    "lines of scripts": 14_430,
+    "lines of scripts": 14_440,
     "files": 323,
     "files in the root": 10,
     "folders over 12 files": 0,
