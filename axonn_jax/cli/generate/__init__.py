@@ -90,16 +90,7 @@ def run(args: Generate) -> int:
     Raises:
         UserError: the directory is not a run's, or an option is out of range.
     """
-    from axonn_jax.cli.generate.texts import print_texts, prompts_of
-    from axonn_jax.data.tokenize import ends_of
-    from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.weights import check_grid, on_grid
-    from axonn_jax.models.huggingface.pretrained import shape_of
-    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
-
-    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
-    with as_flags("sampling"):
-        sampling = Sampling(**{name: getattr(args, name) for name in names})
+    # What is wrong is said before jax is imported, which takes a second: flags by themselves, then the directory.
     if "" in args.stop:
         raise UserError("--stop", "", "a text of at least one character")
     if args.logprobs and not args.json:
@@ -110,15 +101,26 @@ def run(args: Generate) -> int:
         given = NOT_GIVEN if args.prompt is None else args.prompt
         raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
-    check_grid(args.grid)
+    if (args.slots or 0) % (replicas := args.grid.batch_shards):
+        raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
+    from axonn_jax.models.huggingface.pretrained import shape_of
+    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
+
     run_dir, base = directories(args.run_dir, args.base)
     args = replace(args, run_dir=run_dir, base=base)
     shape = shape_of(args.run_dir, "RUN_DIR")
-    made = on_grid(shape, args.grid)
     if (rule := shape.attention_rule(0)) != EVERY_TOKEN and args.attention != "full":
         raise UserError("--attention", args.attention, f"full for a model with {rule}")
-    if (args.slots or 0) % (replicas := args.grid.batch_shards):
-        raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
+
+    from axonn_jax.cli.generate.texts import print_texts, prompts_of
+    from axonn_jax.data.tokenize import ends_of
+    from axonn_jax.inference.sampling import Sampling
+    from axonn_jax.inference.weights import on_grid
+
+    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
+    with as_flags("sampling"):
+        sampling = Sampling(**{name: getattr(args, name) for name in names})
+    made = on_grid(shape, args.grid)
     tokenizer, entries = tokenizer_of(args.run_dir, shape.vocab)
     prompts = prompts_of(args, tokenizer, shape.seq_len, shape.vocab)
 
