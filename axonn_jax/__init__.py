@@ -36,6 +36,8 @@ _HOME = {
     "tracked": "axonn_jax.tracking.files",
 }
 
+_PUBLIC = ["__version__", "models", *_HOME]
+
 if _typing.TYPE_CHECKING:
     from axonn_jax import models as models
     from axonn_jax.adapters.layers import lora as lora
@@ -64,12 +66,12 @@ if _typing.TYPE_CHECKING:
     from axonn_jax.train.modules.numbers import total as total
     from axonn_jax.train.trainer import Trainer as Trainer
 else:
-    __all__ = ["__version__", "models", *_HOME]  # a type checker has them from the imports above
+    __all__ = _PUBLIC  # a type checker has them from the imports above
 
 
 def __dir__() -> list[str]:
     """Return the public names, for TAB and `help`, though most are not loaded yet."""
-    return ["__version__", "models", *_HOME]
+    return _PUBLIC
 
 
 def __getattr__(name: str) -> _typing.Any:

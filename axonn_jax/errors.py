@@ -246,7 +246,8 @@ def first_line(error: BaseException) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
     or else is close, or nothing; of names with a dot those of the same table. Capitals make no difference."""
-    if hint := named_elsewhere(word, known := list(known)):
+    known = list(known)
+    if hint := named_elsewhere(word, known):
         return hint
     names, word = {name.lstrip("-").lower(): name for name in known}, word.lstrip("-").lower()
     own = word.rpartition(".")[2]
@@ -269,9 +270,9 @@ def named_elsewhere(word: str, known: Iterable[str]) -> str:
     name = _ELSEWHERE.get(word, "")
     end = name.rpartition(".")[2]
     # A name with its table is one of several that end alike; those of one table come without it.
-    same = (each for each in known if each.lstrip("-") in (name, end) or (name == end and each.endswith(f".{end}")))
-    found = next(same, None) if name else None
-    return "" if found is None else _meant(found)
+    keys = (key for key in known if key.lstrip("-") in (name, end) or (name == end and key.endswith(f".{end}")))
+    key = next(keys, None) if name else None
+    return "" if key is None else _meant(key)
 
 
 def _meant(name: str) -> str:

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 import axonn_jax as ax
 from axonn_jax.data.loader import TokenSamples
 
-SEQ, TOKENS, SHOWN, BEFORE = 192, 90, 2, 160
+TOKENS, SHOWN, BEFORE = 90, 2, 160
 # Not with the line's end: it is one token with the indent behind it, and a text cut between them looks like no body.
 METHOD = re.compile(r"\n    def \w+\(self[^)\n]*\):(?=\n)")
 
 
-def unseen(data: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def unseen(data: Path, tokenizer: Tokenizer, seq_len: int) -> list[tuple[str, str]]:
     """Return the text up to the first line of a method, and the text behind, at several places of the held-out text."""
-    samples = TokenSamples(data, "valid", SEQ)
+    samples = TokenSamples(data, "valid", seq_len)
     text = tokenizer.decode([int(token) for at in range(min(len(samples), 300)) for token in samples[at][:-1]])
     places = [match for match in METHOD.finditer(text) if match.start() > BEFORE]
     cuts = (
@@ -31,9 +31,9 @@ def unseen(data: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
 def main(data: Path, run: Path) -> None:
     """Prints each text, its own continuation and the model's."""
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
-    texts = unseen(data, tokenizer)
-    prompts = [tokenizer.encode(begin).ids[-(SEQ - TOKENS) :] for begin, _ in texts]
     generator = ax.Generator(run, ax.init())
+    texts = unseen(data, tokenizer, generator.shape.seq_len)
+    prompts = [tokenizer.encode(begin).ids[TOKENS - generator.shape.seq_len :] for begin, _ in texts]
     answers = generator.generate(prompts, tokens=TOKENS, sampling=ax.Sampling(temperature=0.6, seed=1))
     for (begin, rest), (answer, *_) in zip(texts, answers, strict=True):
         print("\ndemo: a text that the model has not seen", end="")

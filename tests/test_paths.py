@@ -22,7 +22,7 @@ OF_CONFIG = [
     for key, hint in get_type_hints(kind, include_extras=True).items()
     if any(isinstance(note, LocalPath) for note in get_args(hint))
 ]
-ELSEWHERE = ["gs://bucket/run", "s3://bucket", "file:///tmp/run", "hf://datasets/x/y"]
+ELSEWHERE = ["gs://bucket/run", "s3://bucket", "file://host/run", "hf://datasets/x/y"]
 
 
 @pytest.fixture(autouse=True)

@@ -64,11 +64,6 @@ def newest(
     return None
 
 
-def newest_in(directory: Path, sync: HostSync, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return `newest` of a run directory, which has its checkpoints in a folder, or of a directory of checkpoints."""
-    return newest(inside(directory), sync, warn)
-
-
 def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
     """Return the checkpoint at a user's path: a step_N, or the newest valid one of a run directory or its checkpoints/.
 
@@ -79,7 +74,7 @@ def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], fi
             return Checkpoint(path, validated(path, sync))
         except CorruptCheckpoint as fault:
             raise UserError(field, str(path), f"a valid checkpoint; {fault}") from None
-    checkpoint = newest_in(path, sync, warn)
+    checkpoint = newest(inside(path), sync, warn)
     if checkpoint is None:
         raise UserError(field, str(path), "a step_N, or a run directory whose checkpoints/ holds a complete step_N")
     return checkpoint

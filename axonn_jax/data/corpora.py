@@ -84,7 +84,7 @@ class Corpora:
     """Held-out sets."""
 
     @classmethod
-    def load(cls, path: str, mix: Mapping[str, float], held_out: Mapping[str, PathText]) -> "Corpora":
+    def load(cls, path: str, mix: Mapping[str, float], held_out: Mapping[str, str]) -> "Corpora":
         """Read the manifests and tokenizers of the directories in a run's `[data]`.
 
         Raises:

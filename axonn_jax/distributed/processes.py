@@ -136,10 +136,10 @@ def _from_mpi(environ: Mapping[str, str], announced: str, world: World, *, step:
         return _from_slurm(environ)
     if world.size != size:
         sees = f"the number of processes mpi4py sees, which is {world.size} ({world.why})"
-        same = "mpi4py must use the MPI that mpirun belongs to"
+        advice = "mpi4py must use the MPI that mpirun belongs to"
         if "SLURM_JOB_ID" in environ:
-            same += ", or srun does without one, by `srun --mpi=none`"
-        raise UserError(announced, size, f"{sees}: {same}; `axonn-jax doctor` shows both")
+            advice += ", or srun does without one, by `srun --mpi=none`"
+        raise UserError(announced, size, f"{sees}: {advice}; `axonn-jax doctor` shows both")
     why = f"{announced}={size} and mpi4py ({world.why}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
         why += "; Slurm variables describe mpirun's shell and are ignored"

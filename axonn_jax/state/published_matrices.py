@@ -138,8 +138,8 @@ def _split_heads(
         matrices = {matrix for heads in fused.values() for matrix in heads.names}
 
         def united(params: dict[str, Any]) -> dict[str, Any]:
-            whole = {name: heads.join([params[matrix] for matrix in heads.names]) for name, heads in fused.items()}
-            return {name: p for name, p in params.items() if name not in matrices} | whole
+            joined = {name: heads.join([params[matrix] for matrix in heads.names]) for name, heads in fused.items()}
+            return {name: p for name, p in params.items() if name not in matrices} | joined
 
         return _in_params(united, matrices, tree)
 

@@ -203,10 +203,13 @@ def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
     """Lay parameters out on a mesh; those that lie there already stay as they are."""
     shardings = {name: NamedSharding(mesh, specs[name]) for name in params}
     # Of an array of this process alone `jax.device_put` would send all values to the others, to compare them.
-    local = {name for name, p in params.items() if p.is_fully_addressable and not shardings[name].is_fully_addressable}
-    spread = {name: copied(params[name], shardings[name]) for name in local}
-    there = {name: p for name, p in params.items() if name not in local}
-    return spread | jax.device_put(there, {name: shardings[name] for name in there})
+    copies = {
+        name: copied(p, shardings[name])
+        for name, p in params.items()
+        if p.is_fully_addressable and not shardings[name].is_fully_addressable
+    }
+    others = {name: p for name, p in params.items() if name not in copies}
+    return copies | jax.device_put(others, {name: shardings[name] for name in others})
 
 
 def _shares_shards(value: jax.Array, sharding: NamedSharding) -> bool:

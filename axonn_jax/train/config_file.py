@@ -163,7 +163,7 @@ def _known_table(table: str, value: object) -> None:
 def _known(dotted: str, value: object) -> tuple[str, str]:
     table, _, key = dotted.partition(".")
     if not key:
-        everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
+        everywhere = _keys_of_all()
         same = [name for name in everywhere if name.endswith(f".{table}")]
         hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(table, everywhere)
         if table in tables():
@@ -175,14 +175,14 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
         )
     keys = tables()[table]
     if key not in keys:
-        everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
-        hint = (
-            named_elsewhere(key, [*keys, *everywhere])
-            or nearest(key, keys)
-            or f"; the keys of [{table}] are {_listed(keys)}"
-        )
+        hint = named_elsewhere(key, [*keys, *_keys_of_all()]) or nearest(key, keys)
+        hint = hint or f"; the keys of [{table}] are {_listed(keys)}"
         raise UserError(dotted, value, f"not a known key{hint}")
     return table, key
+
+
+def _keys_of_all() -> list[str]:
+    return [f"{table}.{key}" for table, keys in tables().items() for key in keys]
 
 
 def _listed(names: Iterable[object]) -> str:

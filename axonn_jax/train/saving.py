@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from axonn_jax.checkpoint.manifest import FOLDER, name_of
-from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest_in
+from axonn_jax.checkpoint.manifest import FOLDER, inside, name_of
+from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
-from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in
+from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in, together
 from axonn_jax.errors import UserError, plain
 from axonn_jax.grid import Grid
 from axonn_jax.models.huggingface.pretrained import is_pretrained
@@ -46,11 +46,14 @@ def save_as(
     # The run whose checkpoints the directory has, if any, may be at work.
     sync, run = host_sync(engine.grid), directory.parent if directory.name == FOLDER else directory
     failed = f"the checkpoint of step {step} was not saved in {directory}:"
-    states = [json.loads(text) for text in sync.gather(_json(iterator))]
-    given = {_ITERATORS: states} if any(state is not None for state in states) else {}
+    with together(sync):  # a state that one process cannot save must not keep the others waiting
+        state_here = _json_of(iterator)
+    states = [json.loads(text) for text in sync.gather(state_here)]
+    if any(state is not None for state in states):
+        facts = {**facts, _ITERATORS: states}
     with only_run_in(str(run), sync, say, lambda _, accepted: OSError(f"{failed} it takes {accepted}")):
         saver = Saver(directory, engine.grid, sync, keep=keep or _ALL, sizes=engine.state_shapes())
-        begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts, **given})
+        begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
         with engine.saving():
             error = saver.settle()
             saver.close()
@@ -59,7 +62,7 @@ def save_as(
     return directory / name_of(step)
 
 
-def _json(state: Any) -> str:
+def _json_of(state: Any) -> str:
     def converted(value: Any) -> Any:
         if (scalar := plain(value)) is value:
             raise TypeError(f"a {type(value).__name__} in it")
@@ -120,7 +123,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
 def resume_newest(engine: Engine, directory: Path) -> Checkpoint | None:
     """Load the newest checkpoint of a directory that is whole; None where there is none, and nothing changes."""
     sync = host_sync(engine.grid)
-    checkpoint = newest_in(directory, sync, _said_once(sync))
+    checkpoint = newest(inside(directory), sync, _said_once(sync))
     if checkpoint is not None:
         take(engine, checkpoint, sync, "directory", weights_only=False)
     return checkpoint

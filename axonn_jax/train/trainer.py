@@ -274,8 +274,8 @@ class Trainer:
         Raises:
             UserError: Arrays are missing, unexpected, misshapen or corrupt, or masks contradict `prune`.
         """
-        loaded = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
-        return self._loaded(loaded, resumes=not weights_only) or 0
+        checkpoint = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
+        return self._loaded(checkpoint, resumes=not weights_only) or 0
 
     @typed_arguments
     @_on_own_mesh

@@ -8,7 +8,7 @@ import pytest
 from commands import PLAN, SIMULATE, output
 from hlo.collectives import totals
 
-from axonn_jax.cli.plan.batch import sequences
+from axonn_jax.cli.plan.model import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, GridShape

@@ -117,10 +117,8 @@ def _continue_file(args: Evaluate, run_dir: Path) -> int:
     """Write the generations for a file of prompts."""
     from axonn_jax.cli.evaluate.model import generated
 
-    prompts, out = (
-        read_prompts(Path(local_path("--suite", args.suite)), "--suite"),
-        _out(args, run_dir / "evaluate.json"),
-    )
+    prompts = read_prompts(Path(local_path("--suite", args.suite)), "--suite")
+    out = _out(args, run_dir / "evaluate.json")
     entries, first = generated(args, run_dir, prompts, alone=False)
     if first:
         write(out, entries, "--out")

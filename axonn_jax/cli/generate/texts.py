@@ -150,7 +150,5 @@ class _Speed:
 
 def _put(text: str) -> None:
     """Write the text unchanged to a pipe or a file; on a terminal without control characters."""
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = printable(text) if sys.stdout.isatty() else text
-    sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

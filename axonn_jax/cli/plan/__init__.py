@@ -49,7 +49,7 @@ def run(args: Plan) -> int:
     return 0
 
 
-def _fewer(args: Plan, whole: PlanRequest) -> list[PlanRequest]:
+def _fewer(args: Plan, request: PlanRequest) -> list[PlanRequest]:
     """The request on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth.
 
     The batch is that of all devices, though one that no flag names would follow their number.
@@ -58,7 +58,7 @@ def _fewer(args: Plan, whole: PlanRequest) -> list[PlanRequest]:
     while devices % 2 == 0 and devices > max(1, args.devices // 16):
         devices //= 2
         try:
-            requests.append(replace(ask(replace(args, devices=devices)).request, batch=whole.batch))
+            requests.append(replace(ask(replace(args, devices=devices)).request, batch=request.batch))
         except UserError:
             break
     return requests

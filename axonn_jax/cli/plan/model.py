@@ -1,9 +1,14 @@
-"""The model that `plan` and `simulate` are asked about: a published one, or that of a file or directory."""
+"""The model and the batch that `plan` and `simulate` are asked about.
+
+A model is a published one, or that of a file or directory; a batch a number of tokens: 16777216, 16.8M, 4Mi or 512K.
+"""
 
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from fractions import Fraction
+from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +19,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.options import amount
 from axonn_jax.planner.space import SearchSpace
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import loads, read, split_argv
@@ -21,6 +27,8 @@ from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
 """File of a run directory."""
+_TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
+_MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
 _CHOSEN = {
     "train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it",
     "pipeline.split": "stages are balanced",
@@ -119,3 +127,32 @@ def _named(config: Config, words: str, source: str, said: Collection[str], own: 
     check_shape(shape, config.lora)
     batch = config.train.global_batch if batched or own else None
     return NamedModel(shape, words.rstrip(), config, batch, data is not None and data.packed, batched)
+
+
+def sequences(text: str, seq: int) -> int:
+    """Sequences of a batch given in tokens: exactly, or rounded such as `16.8M`.
+
+    A rounded number stands for the batch near it with the most factors of two, as grids divide it: 16.8M at 2,048 is
+    8,192 sequences. K and M may be powers of two: 512K is 524,288 tokens, 256 sequences. Raises ``UserError`` where
+    there is no whole number of sequences.
+    """
+    accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
+    tokens, slack = amount("--batch-tokens", text, _TOKENS, accepted)
+    if tokens > _MOST_SEQUENCES * seq:
+        raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
+    binary = {"k": Fraction(2**10, 10**3), "m": Fraction(2**20, 10**6)}.get(text.strip()[-1:].lower(), Fraction(1))
+    numbers = [_most_even((tokens - slack) * factor / seq, (tokens + slack) * factor / seq) for factor in (1, binary)]
+    if not any(numbers):
+        near = max(1, round(tokens / seq)) * seq
+        raise UserError("--batch-tokens", text, f"a multiple of the sequence length, {seq}; nearest: {near}")
+    return max(numbers, key=lambda number: number & -number)
+
+
+def _most_even(low: Fraction, high: Fraction) -> int:
+    """Return the whole number above 0 with the most factors of two in a range, 0 where there is none."""
+    first, last, step = -floor(-low), floor(high), 1
+    if first > last or last < 1:
+        return 0
+    while (last // (2 * step)) * 2 * step >= max(first, 1):
+        step *= 2
+    return last // step * step

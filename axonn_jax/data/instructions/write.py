@@ -38,7 +38,7 @@ from axonn_jax.options import InstructionLoss, TooLong
 
 _WORD = np.dtype("uint32")
 _SHOWN = 5
-_DEFAULT = {
+_DEFAULT_LINES = {
     "chat": "template: chat, the tokenizer's own; --template alpaca is HPC-Coder-V2's",
     "alpaca": "template: alpaca, as the tokenizer has none of its own",
 }
@@ -149,9 +149,8 @@ def prepare_instructions(
             skipped=left,
             options={**chosen.facts, **_given(options, template.source), "holdout": holdout, "seed": seed},
         )
-    told = [] if by_user or not used else [_DEFAULT[options.template]]
     lines = [
-        *told,
+        *([_DEFAULT_LINES[options.template]] if used and not by_user else []),
         *_left_out(manifest, unused),
         *_refused("rows of no use", mix.bad),
         *_refused("conversations whose answers the template's text does not show", unmarked),

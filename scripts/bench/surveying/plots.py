@@ -31,13 +31,15 @@ def draw(curves: Sequence[Curve], rows: int, path: Path) -> None:
             dashes = "-" if number == 0 else (0, (4, 1 + number))
             for panel, key, unit in ((over_tokens, "tokens", 1e3), (over_seconds, "seconds", 1)):
                 at = [point[key] / unit for point in one["points"]]
-                panel.plot(at, losses, linestyle=dashes, label=SHOWN[name] if one["seed"] == 0 else None, **style)
+                panel.plot(
+                    at, losses, linestyle=dashes, label=SHOWN.get(name, name) if one["seed"] == 0 else None, **style
+                )
     for panel, label in ((over_tokens, "thousand tokens"), (over_seconds, "seconds of steps")):
         panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
         panel.set(xlabel=label, ylabel="held-out loss, nats")
         panel.legend(frameon=False)
     _draw_sizes(sizes, [one for one in curves if one["name"] == names[0] and one["reached"]])
-    sizes.set_title(f"{SHOWN[names[0]]}, to a loss of {TARGET}")
+    sizes.set_title(f"{SHOWN.get(names[0], names[0])}, to a loss of {TARGET}")
     save_picture(figure, path)
 
 
