@@ -5,7 +5,7 @@ import json
 import pkgutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -55,12 +55,22 @@ def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
     return AttentionDevice("cuda", (major, minor), cudnn)
 
 
-def part_of(closed: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
+def part_of(closed: ClosedJaxpr, wanted: Sequence[bool], *, all_inputs: bool = False) -> ClosedJaxpr:
     """Return the part of a traced function that computes the wanted results, without inputs that it does not read."""
     from jax._src.interpreters import partial_eval
 
-    jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(wanted))
+    jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(wanted), instantiate=all_inputs)
     return ClosedJaxpr(jaxpr, [value for value, read in zip(closed.consts, constants_read, strict=True) if read])
+
+
+def function_of(eqn: Any) -> Callable[..., list[Any]]:
+    """Return the function that an equation is, of its inputs that are no literals, each once, with its derivatives."""
+    from jax.extend.core import DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+
+    given = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
+    results = [Var(var.aval) if isinstance(var, DropVar) else var for var in eqn.outvars]
+    body = Jaxpr([], given, results, [eqn.replace(outvars=results)], eqn.effects)
+    return jaxpr_as_fun(ClosedJaxpr(body, []))  # type: ignore[no-any-return]
 
 
 def context_mesh() -> jax.sharding.Mesh | None:

@@ -1,6 +1,8 @@
 """Equations of traced programs, those of inner programs included, and values carried through them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from sysconfig import get_path
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -59,3 +61,16 @@ def follow(
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, through(eqn, [of(var) for var in eqn.invars]), strict=True))
     return [of(var) for var in jaxpr.outvars]
+
+
+def users_line(eqn: Any) -> str:
+    """Return the file and line of a user's program that an equation comes from; "" where it is a library's."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), get_path("stdlib"), get_path("purelib"))
+"""Beginnings of the names of files that a user did not write."""

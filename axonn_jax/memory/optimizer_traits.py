@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import DictKey, tree_map_with_path
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
-from axonn_jax.backend.dependence import Computation, by_element, computation
+from axonn_jax.backend.dependence.elements import Computation, by_element, computation
 from axonn_jax.errors import UserError
 
 _OF_MASKS = (KeyError, IndexError, AttributeError, TypeError, ValueError)

@@ -88,20 +88,29 @@ def test_a_mask_that_is_alike_in_the_first_batch_is_told(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=masked)
     trainer.step(MASKED | {"mask": np.ones(ROWS, np.float32)})
     assert trainer.engine.program.way == "whole"
-    assert "uses a number computed from all rows" in capfd.readouterr().err
+    assert "a mean over what a mask counts: weight= keeps it in parts" in capfd.readouterr().err
 
 
-def test_a_difference_that_comes_later_is_seen(capfd):
-    """Before steps 1, 2, 4, 8, by loss and numbers of that batch."""
+@pytest.mark.parametrize("largest", ["understood", "not understood"])
+def test_a_difference_that_comes_later_is_seen(largest, capfd):
+    """Before the first step where the program shows it; else before steps 1, 2, 4, 8, by the numbers of that batch."""
 
     def loss(model, batch):
-        return square(model, batch) + jax.nn.relu(batch.max() - 10)
+        top = batch.max() if largest == "understood" else jax.lax.approx_max_k(batch.reshape(-1), 1)[0][0]
+        return square(model, batch) + jax.nn.relu(top - 10)
 
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
     for step in range(5):
         trainer.step(X + (step == 4) * 20 * (np.arange(ROWS) == 0)[:, None])
-        assert trainer.engine.program.way == ("whole" if step == 4 else "parts")
-    assert "in parts of the rows the loss is" in capfd.readouterr().err
+        seen = largest == "understood" or step == 4
+        assert trainer.engine.program.way == ("whole" if seen else "parts")
+    said = capfd.readouterr().err
+    if largest == "understood":
+        assert "rows do not go by themselves: the largest over rows (reduce_max, test_rows.py:" in said
+    else:
+        assert "compared with all rows at once before steps 0, 1, 2, 4, ...; " in said
+        assert "no rule for it on rows (approx_top_k, test_rows.py:" in said
+        assert "in parts of the rows the loss is" in said
 
 
 @jax.custom_vjp
@@ -155,7 +164,7 @@ def test_a_loop_whose_rounds_rows_decide_is_told(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
     trainer.step(np.ones_like(X))
     assert trainer.engine.program.way == "whole"
-    assert "a number computed from all rows" in capfd.readouterr().err
+    assert "the largest over rows, which decides how often a loop runs (reduce_max, " in capfd.readouterr().err
 
 
 def test_a_loss_that_counts_on_the_rows_of_a_whole_batch_has_no_microbatches():

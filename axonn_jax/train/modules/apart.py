@@ -106,6 +106,12 @@ class Apart(ABC):
         own.compute = None
         return own
 
+    def as_on_one_device(self) -> "Apart":
+        """Return the model with layers as Flax wrote them, which take statistics over `REPLICAS`."""
+        own = copy(self)
+        own.one_device_each = True
+        return own
+
     def with_loss(self, loss: Loss) -> "Apart":
         """Return the model with another loss."""
         own = copy(self)

@@ -29,7 +29,7 @@ class TreeBatches(Batches):
 
     def __init__(self, grid: Grid, microbatches: int):
         super().__init__(grid, microbatches)
-        self._replicas = grid.shape.data
+        self.replicas = grid.shape.data
         apart = grid.mesh.local_mesh.shape["z"] < grid.shape.z
         self._parts = grid.shape.z if apart else 1
         """Devices of `z`, where a process has some of them only: rows then divide, as it has others than its peers."""
@@ -37,15 +37,15 @@ class TreeBatches(Batches):
     @property
     def least(self) -> int:
         """Rows of the smallest global batch: one a replica and microbatch, or a part of `z` in another process."""
-        return self._replicas * self.microbatches * self._parts
+        return self.replicas * self.microbatches * self._parts
 
     def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:
         """[microbatches, replicas, rows of a replica]."""
         if rows % self.least or rows <= 0:
             z = f" * z = {self._parts} *" if self._parts > 1 else " ="
-            accepted = f"a multiple of data * microbatches{z} {self._replicas} * {self.microbatches}"
+            accepted = f"a multiple of data * microbatches{z} {self.replicas} * {self.microbatches}"
             raise UserError("global batch", rows, accepted)
-        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
+        numbers = np.arange(rows).reshape(self.microbatches, self.replicas, -1)
         over = ROW_AXES if numbers.shape[2] % self.grid.shape.z == 0 else None
         return numbers, NamedSharding(self.grid.mesh, P(None, "data", over))
 
@@ -81,7 +81,7 @@ class TreeBatches(Batches):
     def first(self, batch: Any, share: float) -> Any:
         """Return about this share of the rows of every part, the first ones; all where processes divide a part."""
         total = self.rows(batch) // self.share * self.least
-        part = total // (self._replicas * self.microbatches)
+        part = total // (self.replicas * self.microbatches)
         kept = max(min(part, self.grid.shape.z), int(part * share))
         if kept >= part or self._parts > 1:
             return batch

@@ -77,7 +77,8 @@ class TreeApart(Apart):
         if self.keyed and not training:  # said once, when traced
             say_first("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
         tree, function = self.restored(params, carried), self._loss(way)
-        tree = function.gather_spread(tree) if isinstance(function, LinenLoss) else tree
+        if isinstance(function, LinenLoss) and not self.one_device_each:
+            tree = function.gather_spread(tree)
         loss, aux = self.result(function, tree, rows, key)
         changed: dict[str, jax.Array] = {}
         if isinstance(aux, Mapping) and (given := self._collections & set(aux)):

@@ -95,10 +95,17 @@ class LossProgram(OnMesh):
         return _step_results(grads, loss, norm, scale, aux, {name: value[0] for name, value in changed.items()})
 
     def forward(
-        self, params: Weights, carried: Params, batch: Any, key: jax.Array | None = None, *, training: bool = False
+        self,
+        params: Weights,
+        carried: Params,
+        batch: Any,
+        key: jax.Array | None = None,
+        *,
+        training: bool = False,
+        gradients: bool = False,
     ) -> Forward:
-        """Return the mean loss of a batch, its numbers and the changed state, in training its gradients too."""
-        local = partial(self._local, {} if training else None, training)
+        """Return the mean loss of a batch, its numbers and the changed state, and if asked for its gradients."""
+        local = partial(self._local, {} if gradients else None, training)
         (loss, grads, aux, changed), weight = self._called(local, params, carried, batch, key, None)
         if self.way == "parts":
             loss, grads, aux = jax.tree.map(lambda value: jnp.sum(value, 0), (loss, grads, aux))

@@ -18,7 +18,7 @@ _UNIFORM, _ALIGNED, _MIXED = range(3)
 """Kinds of values: the same whatever part of the parameter is given; an entry for each of its elements, which has seen
 that element alone; and all others."""
 
-_EACH = frozenset(
+EACH = frozenset(
     {"abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp"}
     | {"convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp"}
     | {"exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic"}
@@ -88,7 +88,7 @@ def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -
         return [max(kinds[0] and _MIXED, *each) for each in zip(*branches, strict=True)]
     if name not in ("scan", "while") and (body := same_body(eqn)) is not None:
         return follow(body, kinds, _UNIFORM, through)
-    if name in _EACH:
+    if name in EACH:
         return [worst] * len(eqn.outvars)
     if name in _FORMS:
         before, after = eqn.invars[0].aval, eqn.outvars[0].aval

@@ -1,0 +1,258 @@
+"""Types of what is computed entry by entry: where a mean stays a mean, and where a number of all rows comes in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from axonn_jax.backend.dependence.equation import Equation
+from axonn_jax.backend.dependence.row_types import (
+    BY_COUNT,
+    OF_ALL,
+    Divisor,
+    Number,
+    Rows,
+    RowType,
+    Running,
+    Same,
+    Sum,
+    aligned,
+    coupled,
+    either,
+    scaled,
+    told,
+)
+
+LINEAR = frozenset({"conj", "copy", "copy_p", "imag", "neg", "optimization_barrier", "real", "stop_gradient"})
+"""Functions of one value of which the sum over rows is that of the sum."""
+_SMALL = 1e-5
+"""What is added to a divisor, so that it is not 0, and changes nothing else."""
+
+
+def entries(eqn: Equation) -> RowType:
+    """Return the type of a result of which each entry comes from the same entry of the operands."""
+    if eqn.name == "select_n":
+        return _chosen(eqn)
+    if eqn.name in ("lt", "ge") and (decided := _place_compared(eqn)) is not None:
+        return decided
+    if (first := told(eqn.types)) is not None:
+        return first
+    if any(isinstance(each, Running) for each in eqn.types):
+        return _running(eqn)
+    if eqn.name in LINEAR or (eqn.name in ("convert_element_type", "reduce_precision") and _keeps_sums(eqn)):
+        return eqn.types[0]
+    if rule := _SCALED.get(eqn.name):
+        return rule(eqn)
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return _number(eqn)
+    return _plain(eqn)
+
+
+def _keeps_sums(eqn: Equation) -> bool:
+    """True for a conversion that rounds nothing to integers."""
+    return bool(jnp.issubdtype(eqn.dtypes[-1], jnp.inexact) or not jnp.issubdtype(eqn.dtypes[0], jnp.inexact))
+
+
+def _place_compared(eqn: Equation) -> RowType | None:
+    """Return the type of whether a row's place, which is no negative number, is one: jax's indices ask for it."""
+    first, second = eqn.types
+    if isinstance(first, Same) and first.place is not None and isinstance(second, Same) and second.value == 0:
+        return Same(value=float(eqn.name == "ge"))
+    return None
+
+
+def _running(eqn: Equation) -> RowType:
+    """Return the type of a sum so far with a row's value added; any other use has seen the rows before."""
+    others = [each for each in eqn.types if not isinstance(each, Running)]
+    kept = eqn.name in ("add", "add_any", "convert_element_type", "copy", "stop_gradient")
+    plain = all(isinstance(each, Rows | Same) and not each.degree for each in others)
+    undivided = all(each.divisor is None for each in others if isinstance(each, Rows))
+    if kept and plain and undivided and len(others) < 2:
+        return Running()
+    return coupled("a running sum over rows")
+
+
+def _add(eqn: Equation) -> RowType:
+    """Return the type of a sum, a difference or a choice; a divisor stays one where a little is added to it."""
+    first, second = eqn.types
+    for count, other, at in ((first, second, 0), (second, first, 1)):
+        if isinstance(count, Sum) and isinstance(other, Same) and other.value is not None:
+            if count.divisor is None and count.scalar and 0 < abs(other.value) <= _SMALL and count.degree:
+                return Number(1, count.base, count.degree, count.counts)
+            if abs(other.value) <= _SMALL:
+                return replace(count, scalar=count.scalar or eqn.scalar(at))
+    result = either(eqn.types)
+    if isinstance(result, Sum):
+        scalars = all(getattr(each, "scalar", True) for each in eqn.types)
+        result = replace(result, base=eqn.key, scalar=scalars and all(map(eqn.scalar, range(2))))
+    return result
+
+
+def _larger(eqn: Equation) -> RowType:
+    """Return the type of a maximum; of a count and of at most 1, where nothing else counts, that of the count."""
+    types, values = (
+        [each for each in eqn.types if isinstance(each, Sum)],
+        [getattr(t, "value", None) for t in eqn.types],
+    )
+    known = [value for value in values if value is not None]
+    if len(types) == 1 and types[0].scalar and types[0].divisor is None and known and known[0] <= 1:
+        return Number(1, types[0].base, types[0].degree, types[0].counts)
+    if types or any(isinstance(each, Number) for each in eqn.types):
+        return _number(eqn)
+    return _plain(eqn)
+
+
+def _plain(eqn: Equation) -> RowType:
+    """Return the type of values that have no degree and no divisor."""
+    if any(each.degree for each in eqn.types if isinstance(each, Same | Rows)):
+        return BY_COUNT
+    if any(each.divisor is not None for each in eqn.types if isinstance(each, Rows)):
+        return OF_ALL
+    return aligned(eqn.types)
+
+
+def _mul(eqn: Equation) -> RowType:
+    for count, other in (eqn.types, eqn.types[::-1]):
+        if isinstance(count, Number) and count.power == -1:
+            return _divided(other, count, eqn)
+    return product(eqn)
+
+
+def _div(eqn: Equation) -> RowType:
+    value, count = eqn.types
+    if isinstance(count, Same):
+        return product(eqn, sign=-1)
+    if isinstance(count, Sum) and count.scalar and count.divisor is None:
+        return _divided(value, Number(-1, count.base, -count.degree, count.counts), eqn)
+    if isinstance(count, Number) and count.power == 1:
+        return _divided(value, replace(count, power=-1, degree=-count.degree), eqn)
+    if isinstance(count, Rows) and count.divisor is None and isinstance(value, Same | Rows):
+        return product(eqn, sign=-1)
+    return _number(eqn)
+
+
+def _divided(value: RowType, inverse: Number, eqn: Equation) -> RowType:
+    """Return the type of a value times the inverse of a count."""
+    if isinstance(value, Same):
+        if value.varies or value.drawn:
+            return OF_ALL if eqn.rows[0] in eqn.result else Number()
+        return replace(inverse, degree=inverse.degree + value.degree)
+    if isinstance(value, Rows | Sum) and value.divisor is None:
+        return replace(value, degree=value.degree + inverse.degree, divisor=Divisor(inverse.base, inverse.counts))
+    return OF_ALL if isinstance(value, Rows) else Number()
+
+
+def product(eqn: Equation, sign: int = 1) -> RowType:
+    """Return the type of a product, or with sign -1 a quotient, of a sum with numbers of no row, or of rows."""
+    first, second = eqn.types
+    sums = [each for each in eqn.types if isinstance(each, Sum)]
+    if any(isinstance(each, Number) for each in eqn.types) or len(sums) > 1:
+        return _number(eqn)
+    if sums:
+        others = [each for each in eqn.types if not isinstance(each, Sum)]
+        if not isinstance(others[0], Same):
+            return _number(eqn)
+        uniform = not others[0].varies and not others[0].drawn
+        degree = sums[0].degree + sign * others[0].degree
+        return replace(
+            sums[0], degree=degree, base=sums[0].base if uniform else eqn.key, scalar=sums[0].scalar and uniform
+        )
+    divisors = [each.divisor for each in eqn.types if isinstance(each, Rows) and each.divisor is not None]
+    if len(divisors) > 1:
+        return coupled("a product of two numbers of all rows")
+    degree = getattr(first, "degree", 0.0) + sign * getattr(second, "degree", 0.0)
+    return scaled(aligned(eqn.types), degree, divisors[0] if divisors else None)
+
+
+def _power(eqn: Equation) -> RowType:
+    count = eqn.types[0]
+    if isinstance(count, Sum) and count.scalar and count.divisor is None and eqn.param.get("y") == -1:
+        return Number(-1, count.base, -count.degree, count.counts)
+    if isinstance(count, Number) and count.power and eqn.param.get("y") == -1:
+        return replace(count, power=-count.power, degree=-count.degree)
+    if isinstance(count, Sum | Number):
+        return _number(eqn)
+    if isinstance(count, Same):
+        return replace(count, degree=count.degree * eqn.param["y"], value=None, place=None)
+    return _plain(eqn)
+
+
+def _number(eqn: Equation) -> RowType:
+    """Return the type of any other use of sums: a number that is known, where one count alone is in it, as that."""
+    if any(isinstance(each, Rows) for each in eqn.types):
+        return OF_ALL
+    bases = {(each.base, each.counts) for each in eqn.types if isinstance(each, Sum | Number)}
+    base, counts = bases.pop() if len(bases) == 1 else (None, False)
+    return Number(0, base, counts=counts, empty=_asks_if_empty(eqn))
+
+
+def _asks_if_empty(eqn: Equation) -> bool:
+    """True for a comparison of a count with 0, or of whole numbers with 1, and for what keeps its answer."""
+    count, *others = eqn.types
+    if isinstance(count, Number) and count.empty:
+        return eqn.name in ("convert_element_type", "copy", "not", "stop_gradient")
+    value = getattr(others[0], "value", None) if others else None
+    undivided = isinstance(count, Sum) and count.scalar and count.divisor is None
+    return undivided and value in _EMPTY.get(eqn.name, ())
+
+
+def _chosen(eqn: Equation) -> RowType:
+    """Return the type of entries chosen by a predicate, which where it is known chooses one operand."""
+    by, *branches = eqn.types
+    if isinstance(by, Same) and by.value is not None:
+        return branches[int(by.value)]
+    if (first := told(eqn.types)) is not None:
+        return first
+    if any(isinstance(each, Running) for each in eqn.types):
+        return coupled("a running sum over rows")
+    if isinstance(by, Same):
+        result = either(branches)
+        if by.degree or not isinstance(result, Same | Rows):
+            return BY_COUNT if by.degree else result
+        return scaled(aligned((by, result)), result.degree, getattr(result, "divisor", None))
+    if isinstance(by, Rows):
+        result = either(branches)
+        if by.degree or by.divisor is not None or isinstance(result, Sum | Number):
+            return OF_ALL
+        if not isinstance(result, Same | Rows):
+            return result
+        return scaled(aligned((by, *branches)), result.degree, getattr(result, "divisor", None))
+    return _of_a_count(by, branches)
+
+
+def _of_a_count(by: RowType, branches: Sequence[RowType]) -> RowType:
+    """Return the type of a choice by a number of all rows: a mean stays one, where it is 0 if nothing counts."""
+    base = by.base if isinstance(by, Number) and by.empty else None
+    live = [each for each in branches if not (isinstance(each, Same) and each.value == 0)]
+
+    def is_mean(kind: RowType) -> bool:
+        return isinstance(kind, Sum | Rows) and kind.divisor is not None and kind.divisor.base == base
+
+    if any(isinstance(each, Rows) for each in branches) and (base is None or not all(map(is_mean, live))):
+        return OF_ALL
+    if base is not None and len(live) == 1:
+        if is_mean(live[0]):
+            return live[0]
+        if isinstance(live[0], Number) and live[0].base == base:
+            return live[0]
+    if base is not None and len(live) == 2:
+        counts = [each for each in live if isinstance(each, Sum) and each.base == base and each.divisor is None]
+        ones = [each for each in live if isinstance(each, Same) and each.value is not None and each.value <= 1]
+        if counts and ones:
+            return Number(1, base, counts[0].degree, counts[0].counts)
+    return Number()
+
+
+_SCALED: dict[str, Callable[[Equation], RowType]] = {
+    "add": _add,
+    "add_any": _add,
+    "div": _div,
+    "integer_pow": _power,
+    "max": _larger,
+    "mul": _mul,
+    "sub": _add,
+}
+"""Rules of functions that know what a sum over rows is."""
+
+_EMPTY = {"eq": (0,), "ne": (0,), "gt": (0,), "le": (0,), "ge": (1,), "lt": (1,)}
+"""Numbers beside which a comparison of a count says whether it is 0."""

@@ -1,0 +1,86 @@
+"""Derivatives that are written by hand, which no function of the rows implies: read as programs of their own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from axonn_jax import compat
+from axonn_jax.backend.dependence.row_loops import Value, Values
+from axonn_jax.backend.dependence.row_types import (
+    NO_AXES,
+    Divisor,
+    Rows,
+    RowType,
+    Same,
+    Sum,
+    Told,
+    coupled,
+    unknown,
+)
+
+_COTANGENT = Divisor("cotangent", counts=False)
+"""What every cotangent is divided by: the share of a part in the mean."""
+
+
+def derivative_fault(
+    eqn: Any, other: Any, given: Values, out: Values, run: Callable[..., Values], name: Callable[..., int]
+) -> Told | None:
+    """Return what couples rows in a derivative that is written by hand, which no function of the rows implies.
+
+    The cotangents are those of a mean: of a part they are as many times larger as there are parts, so that what
+    uses them in another way than linearly is another number.
+    """
+    if not any(isinstance(each.type, Rows | Sum) for each in (*given, *out)):
+        return None
+    try:
+        (whole, inputs, floats), (part, _, _) = _pulled(eqn), _pulled(other)
+    except Exception:  # of a rule of a stranger, which the loss's own gradient meets too
+        return unknown("a derivative of its own that is not traced")
+    known = dict(zip((id(var) for var in eqn.invars), given, strict=True))
+    values = [known[id(var)] for var in inputs]
+    moving = [values[at] for at in floats]
+    for value, var in zip(out, eqn.outvars, strict=True):
+        if jnp.issubdtype(var.aval.dtype, jnp.inexact):
+            kind: RowType = Sum(-1.0, _COTANGENT)
+            if isinstance(value.type, Rows):
+                kind = replace(value.type, degree=-1.0, divisor=_COTANGENT, columns=NO_AXES)
+            values.append(Value(kind, name("cotangent", id(var)), True))
+    pulled = run(whole, part, values)
+    for value, gradient in zip(moving, pulled, strict=True):
+        kind = gradient.type
+        if isinstance(kind, Told):
+            return replace(kind, reason=f"{kind.reason}, in the backward pass")
+        zero = isinstance(kind, Same) and kind.value == 0
+        linear = isinstance(kind, Rows | Sum) and kind.divisor == _COTANGENT
+        rows = isinstance(kind, Rows) or not isinstance(value.type, Rows)
+        if not zero and not (linear and rows):
+            return coupled("a backward pass that is no sum over rows")
+    return None
+
+
+def _pulled(eqn: Any) -> tuple[ClosedJaxpr, list[Any], list[int]]:
+    """Return the traced program of an equation's cotangents, its inputs, and the places of those that have one.
+
+    The program is of the inputs and of the results' cotangents.
+    """
+    function = compat.function_of(eqn)
+    given = list(dict.fromkeys(var for var in eqn.invars if not hasattr(var, "val")))
+    inputs, outputs = (
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (given, eqn.outvars)
+    )
+    floats = [at for at, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.inexact)]
+    reals = [at for at, each in enumerate(outputs) if jnp.issubdtype(each.dtype, jnp.inexact)]
+
+    def pulled(values: list[Any], cotangents: list[Any]) -> Any:
+        def run(moving: list[Any]) -> Any:
+            moved = dict(zip(floats, moving, strict=True))
+            results = function(*(moved.get(at, value) for at, value in enumerate(values)))
+            return [results[at] for at in reals]
+
+        return jax.vjp(run, [values[at] for at in floats])[1](cotangents)[0]
+
+    return jax.make_jaxpr(pulled)(inputs, [outputs[at] for at in reals]), given, floats

@@ -1,0 +1,237 @@
+"""Types of products, of entries looked up and of entries put down: matmuls, convolutions, gathers and scatters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from axonn_jax.backend.dependence.equation import Equation, by_rows
+from axonn_jax.backend.dependence.row_types import (
+    BESIDE_ROWS,
+    BY_COUNT,
+    BY_PLACE,
+    NO_AXES,
+    OF_ALL,
+    Number,
+    Rows,
+    RowType,
+    Same,
+    Sum,
+    aligned,
+    coupled,
+    either,
+    unknown,
+)
+
+
+def _dot(eqn: Equation) -> RowType:
+    (left_over, right_over), (left_batch, right_batch) = eqn.param["dimension_numbers"]
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return _of_sums(eqn)
+    sides = [
+        (kind, tuple(over), tuple(batch), [a for a in range(len(shape)) if a not in over and a not in batch])
+        for kind, over, batch, (shape, _) in zip(
+            eqn.types, (left_over, right_over), (left_batch, right_batch), eqn.shapes, strict=True
+        )
+    ]
+    starts = (len(left_batch), len(left_batch) + len(sides[0][3]))
+    degree = sum(each.degree for each in eqn.types if isinstance(each, Same | Rows))
+    divisors = [each.divisor for each in eqn.types if isinstance(each, Rows) and each.divisor is not None]
+    if len(divisors) > 1:
+        return coupled("a product of two numbers of all rows")
+    divisor = divisors[0] if divisors else None
+    # Every operand in the axes of [batch, left, right, over], where it must agree with the other.
+    seen: list[RowType] = []
+    last = starts[1] + len(sides[1][3])
+    for (kind, over, batch, free), start in zip(sides, starts, strict=True):
+        to = {a: i for i, a in enumerate(batch)} | {a: start + i for i, a in enumerate(free)}
+        to |= {a: last + i for i, a in enumerate(over)}
+        if isinstance(kind, Same):
+            seen.append(Same(frozenset(map(to.__getitem__, kind.varies)), frozenset(map(to.__getitem__, kind.drawn))))
+        else:
+            assert isinstance(kind, Rows)
+            seen.append(Rows(to[kind.axis], kind.outer, kind.inner, kind.group))
+    result = aligned(seen)
+    if isinstance(result, Rows):
+        if result.axis >= last:
+            return Sum(degree + 1, divisor, eqn.key, not eqn.result, not any(eqn.of_model))
+        return replace(result, degree=degree, divisor=divisor)
+    if isinstance(result, Same):
+        extents = {last + left_over.index(axis) for axis in by_rows(eqn.shapes[0]) if axis in left_over}
+        if extents & result.varies:
+            return BY_PLACE
+        if extents & result.drawn:
+            return Sum(degree + 1, divisor, eqn.key, not eqn.result)
+        kept = frozenset(range(last))
+        return Same(result.varies & kept, result.drawn & kept, degree + len(extents))
+    return result
+
+
+def _of_sums(eqn: Equation) -> RowType:
+    """Return the type of a product with sums, which with numbers of no row is one."""
+    if any(isinstance(each, Rows) for each in eqn.types):
+        return OF_ALL
+    sums = [each for each in eqn.types if isinstance(each, Sum)]
+    others = [each for each in eqn.types if isinstance(each, Same)]
+    if len(sums) != 1 or len(others) != len(eqn.types) - 1 or any(by_rows(each) for each in eqn.shapes):
+        return Number()
+    degree = sums[0].degree + sum(each.degree for each in others)
+    return replace(sums[0], degree=degree, base=eqn.key, scalar=not eqn.result)
+
+
+def _conv(eqn: Equation) -> RowType:
+    dims, (left, right) = eqn.param["dimension_numbers"], eqn.types
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return _of_sums(eqn)
+    if isinstance(left, Same) and isinstance(right, Same) and not any(map(by_rows, eqn.shapes)):
+        return Same(frozenset(range(len(eqn.result))), degree=left.degree + right.degree)
+    plain = eqn.param["batch_group_count"] == 1
+    if isinstance(left, Rows) and isinstance(right, Same) and left.axis == dims.lhs_spec[0] and plain:
+        return replace(left, axis=dims.out_spec[0], degree=left.degree + right.degree, columns=NO_AXES)
+    if isinstance(left, Same) and isinstance(right, Same) and plain:
+        out = frozenset(range(len(eqn.result))) - {dims.out_spec[0]}
+        mixed = by_rows(eqn.shapes[0]) == {dims.lhs_spec[0]} and dims.lhs_spec[0] not in left.varies
+        return (
+            Same(out, frozenset({dims.out_spec[0]}) if left.drawn else NO_AXES) if mixed else unknown("a convolution")
+        )
+    return unknown("a convolution of rows with rows")
+
+
+def _gather(eqn: Equation) -> RowType:
+    kind, at = eqn.types
+    dims = eqn.param["dimension_numbers"]
+    if isinstance(at, Sum | Number):
+        return coupled("entries chosen by a number of all rows")
+    if isinstance(kind, Sum | Number):
+        if isinstance(at, Rows):
+            return OF_ALL
+        return replace(kind, base=eqn.key, scalar=False) if isinstance(kind, Sum) else Number()
+    if isinstance(at, Rows) and (at.degree or at.divisor is not None):
+        return BY_COUNT if at.degree else OF_ALL
+    batch = [axis for axis in range(len(eqn.result)) if axis not in dims.offset_dims]
+    gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+    window = [axis for axis in range(len(eqn.shape)) if axis not in gone]
+    last = len(eqn.shapes[1][0]) - 1
+
+    def of_rows(axis: int) -> RowType:
+        """Return where rows are that come from an axis of the operand."""
+        assert isinstance(kind, Rows | Same)
+        if axis in dims.operand_batching_dims:
+            own = dims.start_indices_batching_dims[dims.operand_batching_dims.index(axis)]
+            return _placed(kind, batch[own], at, own)
+        if axis in window and all(
+            params["slice_sizes"][axis] == s[axis] for params, s in zip(eqn.params, eqn.shapes[0], strict=True)
+        ):
+            if isinstance(at, Rows):
+                return BESIDE_ROWS
+            return _placed(kind, dims.offset_dims[window.index(axis)], None, None)
+        own_columns = _own(at, eqn.shapes[1][0])
+        if axis in dims.collapsed_slice_dims and axis in dims.start_index_map and own_columns is not None:
+            place, columns = own_columns
+            if list(dims.start_index_map).index(axis) in columns and place != last:
+                return _placed(kind, batch[place], at if isinstance(at, Rows) else None, place)
+        return coupled("rows chosen by their place, by a draw or by another row")
+
+    if isinstance(kind, Rows):
+        return of_rows(kind.axis)
+    assert isinstance(kind, Same)
+    wide = by_rows(eqn.shapes[0])
+    if wide & (kind.varies | kind.drawn):
+        return of_rows(next(iter(wide))) if len(wide) == 1 and not kind.varies & wide else BY_PLACE
+    if isinstance(at, Rows):
+        return Rows(batch[at.axis], at.outer, at.inner, at.group, kind.degree)
+    assert isinstance(at, Same)
+    varies = {batch[axis] for axis in at.varies if axis < len(batch)} if kind.varies or kind.drawn else set()
+    if at.columns and at.place is not None and not by_rows(eqn.shapes[0]):
+        return BY_PLACE
+    offsets = {axis for axis in dims.offset_dims if eqn.result[axis] > 1} if kind.varies or kind.drawn else set()
+    drawn = frozenset(batch[axis] for axis in at.drawn if axis < len(batch)) if kind.varies or kind.drawn else NO_AXES
+    fills = kind.value if kind.value == 0 else None
+    return Same(frozenset(varies | offsets), drawn, kind.degree, value=fills)
+
+
+def _own(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[int]] | None:
+    """Return the axis of an array of indices along which some columns are the index itself, and those columns."""
+    if isinstance(at, Rows) and at.columns and at.outer == at.inner == at.group == 1:
+        return at.axis, at.columns
+    if isinstance(at, Same) and at.place is not None:
+        if at.columns:
+            return at.place, at.columns
+        return (at.place, frozenset({0})) if shape[-1] == 1 else None
+    return None
+
+
+def _placed(kind: Rows | Same, axis: int, at: RowType | None, own: int | None) -> RowType:
+    """Return the type of an operand's entries at an axis, where indices of rows must be of the same rows."""
+    if isinstance(kind, Same):
+        return replace(at, axis=axis) if isinstance(at, Rows) else Same(NO_AXES, frozenset({axis}), kind.degree)
+    if isinstance(at, Rows) and own is not None:
+        joint = aligned((replace(kind, axis=own), at))
+        if not isinstance(joint, Rows):
+            return joint
+        return replace(joint, axis=axis, degree=kind.degree, divisor=kind.divisor)
+    return replace(kind, axis=axis, columns=NO_AXES)
+
+
+def _scatter(eqn: Equation) -> RowType:
+    kind, at, updates = eqn.types
+    dims, adds = eqn.param["dimension_numbers"], eqn.name == "scatter-add"
+    if isinstance(at, Sum | Number):
+        return coupled("entries chosen by a number of all rows")
+    if isinstance(updates, Sum | Number) or isinstance(kind, Sum | Number):
+        if any(isinstance(each, Rows) for each in eqn.types):
+            return OF_ALL
+        result = either((kind, updates)) if adds else Number()
+        return replace(result, base=eqn.key, scalar=False) if isinstance(result, Sum) else result
+    scattered = [axis for axis in range(len(eqn.shapes[2][0])) if axis not in dims.update_window_dims]
+    gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    window = [axis for axis in range(len(eqn.shape)) if axis not in gone]
+
+    def to(axis: int) -> int | None:
+        """Return the operand's axis that an axis of the updates goes to, row by row."""
+        if axis in dims.update_window_dims:
+            own = window[dims.update_window_dims.index(axis)]
+            return own if eqn.shapes[2][0][axis] == eqn.shape[own] else None
+        at_axis = scattered.index(axis)
+        if at_axis in dims.scatter_indices_batching_dims:
+            return int(dims.operand_batching_dims[dims.scatter_indices_batching_dims.index(at_axis)])
+        own_columns = _own(at, eqn.shapes[1][0])
+        if own_columns is not None and own_columns[0] == at_axis:
+            over = [dims.scatter_dims_to_operand_dims[column] for column in own_columns[1]]
+            return next((axis for axis in over if axis in by_rows(eqn.results[0])), None)
+        return None
+
+    if not any(isinstance(each, Rows) for each in eqn.types):
+        wide = by_rows(eqn.shapes[2])
+        if any(to(axis) is None for axis in wide):
+            return unknown("numbers put down by a row's place")
+        result = either((kind, updates))
+        axes = frozenset(range(len(eqn.result))) - by_rows(eqn.results[0])
+        return replace(result, varies=result.varies | axes, value=None) if isinstance(result, Same) else result
+    source = updates if isinstance(updates, Rows) else None
+    if source is None and isinstance(at, Rows):
+        source = replace(at, axis=scattered[at.axis], degree=getattr(updates, "degree", 0.0), columns=NO_AXES)
+    if source is None:  # numbers of no row are put down in every row, at the same place
+        rest = frozenset(range(len(eqn.result)))
+        assert isinstance(kind, Rows)
+        whole = kind.axis in window and not by_rows(eqn.shapes[1])
+        return either((kind, Same())) if whole and rest else unknown("numbers put down by a row's place")
+    target = to(source.axis)
+    if isinstance(at, Rows) and scattered[at.axis] != source.axis:
+        return BESIDE_ROWS
+    if target is not None:
+        return either((kind, replace(source, axis=target, columns=NO_AXES)))
+    if not adds:
+        return coupled("rows put down over others")
+    if not isinstance(kind, Same) or by_rows(eqn.shapes[0]):
+        return coupled("rows added to others")
+    if kind.value != 0 and source.degree + 1 != kind.degree:
+        return coupled("a sum over rows beside a mean")
+    return Sum(source.degree + 1, source.divisor, eqn.key, False, not any(eqn.of_model))
+
+
+PRODUCTS: dict[str, Callable[[Equation], RowType]] = {
+    "conv_general_dilated": _conv,
+    "dot_general": _dot,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
+}
+"""Rule of each primitive."""

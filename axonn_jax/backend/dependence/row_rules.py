@@ -1,0 +1,159 @@
+"""Rules of all primitives that run no program: the type of what each of them computes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from axonn_jax.backend.dependence.elements import EACH
+from axonn_jax.backend.dependence.equation import Equation, Shapes, by_rows
+from axonn_jax.backend.dependence.row_arithmetic import LINEAR, entries
+from axonn_jax.backend.dependence.row_cuts import CUTS
+from axonn_jax.backend.dependence.row_moves import MOVES
+from axonn_jax.backend.dependence.row_products import PRODUCTS
+from axonn_jax.backend.dependence.row_types import (
+    BESIDE_ROWS,
+    BY_COUNT,
+    EACH_ROUND,
+    NO_AXES,
+    Number,
+    Rows,
+    RowType,
+    Running,
+    Same,
+    Sum,
+    Told,
+    aligned,
+    coupled,
+    told,
+    unknown,
+)
+
+ENTRIES = (
+    EACH | LINEAR | {"add_any", "bitcast_convert_type", "clamp", "complex", "igamma", "igammac", "population_count"}
+)
+ENTRIES |= {
+    "clz",
+    "random_gamma_grad",
+    "lt_to",
+    "le_to",
+    "eq_to",
+    "reduce_precision",
+    "polygamma",
+    "zeta",
+    "regularized_incomplete_beta",
+}
+"""Primitives of which each entry of the result comes from the same entry of the operands."""
+DRAWS = frozenset({"random_bits", "random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
+DRAWS |= {"random_gamma", "threefry2x32", "random_clone"}
+"""Primitives of keys, and of what is drawn by them."""
+LEADING = {
+    "cholesky": 2,
+    "eig": 2,
+    "eigh": 2,
+    "fft": 0,
+    "householder_product": 2,
+    "lu": 2,
+    "qr": 2,
+    "schur": 2,
+    "svd": 2,
+}
+LEADING |= {
+    "triangular_solve": 2,
+    "tridiagonal": 2,
+    "tridiagonal_solve": 2,
+    "lu_pivots_to_permutation": 1,
+    "hessenberg": 2,
+}
+"""Primitives of the last axes, as many as this, for each entry of those before them."""
+RULES = {**MOVES, **CUTS, **PRODUCTS}
+"""Rules of others that are written out."""
+
+
+def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
+    """Return the types of an equation's results; of a primitive that has no rule, of what has seen no row alone."""
+    count, types = len(eqn.results), eqn.types
+    if eqn.name in ENTRIES:
+        return [entries(eqn)] * count
+    if (first := told(types)) is not None:
+        return [first] * count
+    if any(isinstance(each, Running) for each in types):
+        kept = eqn.name in ("broadcast_in_dim", "reshape", "squeeze", "pvary") and len(types) == 1
+        return [Running() if kept else coupled("a running sum over rows")] * count
+    each_round = [each for each in types if isinstance(each, Rows) and each.axis == EACH_ROUND]
+    if each_round:
+        return [of_round(types)] * count
+    if eqn.name in ("psum", "psum2", "psum_invariant", "pmax", "pmin"):
+        return [_shared(eqn, kind, shared_axis) for kind in types]
+    if eqn.name in ("pvary", "pcast", "pbroadcast"):
+        return list(types)
+    if (rule := RULES.get(eqn.name)) is not None:
+        result = rule(eqn)
+        return [result] * count if isinstance(result, RowType) else result
+    if eqn.name in DRAWS:
+        return _drawn(eqn)
+    if eqn.name in LEADING:
+        return [_leading(eqn, LEADING[eqn.name])] * count
+    return [_plain(eqn, shapes) for shapes in eqn.results]
+
+
+def of_round(types: Sequence[RowType]) -> RowType:
+    """Return the type of any function of one row, inside a loop over them."""
+    if any(isinstance(each, Rows) and each.axis != EACH_ROUND for each in types):
+        return BESIDE_ROWS
+    if any(isinstance(each, Sum | Number) for each in types):
+        return coupled("a number of all rows beside each")
+    rows = [each for each in types if isinstance(each, Rows)]
+    if any(each.degree or each.divisor is not None for each in rows) and len(types) > 1:
+        return unknown("a scaled number inside a loop over rows")
+    return replace(aligned(rows), degree=rows[0].degree, divisor=rows[0].divisor)  # type: ignore[return-value,arg-type]
+
+
+def _shared(eqn: Equation, kind: RowType, shared_axis: str) -> RowType:
+    """Return the type of a mean that a layer takes over all parts: in each part it is that of all rows."""
+    axes = eqn.param.get("axes", eqn.param.get("axis_name"))
+    if isinstance(kind, Same):
+        return kind
+    if isinstance(kind, Sum) and kind.divisor is None and not kind.degree and axes == (shared_axis,):
+        return Same(wide(eqn.result))
+    return coupled("a collective of rows")
+
+
+def _drawn(eqn: Equation) -> Sequence[RowType]:
+    """Return the types of draws, of which as many as rows are each of a row."""
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return [coupled("a key by a number of all rows")] * len(eqn.results)
+    found = aligned(eqn.types)
+    if isinstance(found, Rows):
+        return [Rows(found.axis, found.outer, found.inner, found.group)] * len(eqn.results)
+    seed = not by_rows(eqn.results[0]) and eqn.name in ("random_seed", "random_wrap", "random_unwrap")
+    if isinstance(found, Told) or seed:
+        return [found if isinstance(found, Told) else Same()] * len(eqn.results)
+    # Keys that are counted by the row's place are draws too, of which a part has others of the same kind.
+    return [Same(wide(shapes[0]) - by_rows(shapes), by_rows(shapes)) for shapes in eqn.results]
+
+
+def _leading(eqn: Equation, last: int) -> RowType:
+    last = last or len(eqn.param.get("fft_lengths", ()))
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return coupled("a number of all rows") if any(isinstance(e, Rows) for e in eqn.types) else Number()
+    if any(each.degree for each in eqn.types if isinstance(each, Rows | Same)):
+        return BY_COUNT
+    result = aligned(eqn.types)
+    if isinstance(result, Rows):
+        return BESIDE_ROWS if result.axis >= len(eqn.shape) - last else replace(result, columns=NO_AXES)
+    return _plain(eqn, eqn.results[0]) if not by_rows(eqn.shapes[0]) else unknown("numbers by a row's place")
+
+
+def _plain(eqn: Equation, shapes: Shapes) -> RowType:
+    """Return the type of a result of a primitive that has no rule: of numbers that have seen no row, such a one."""
+    if any(isinstance(each, Rows) for each in eqn.types):
+        return unknown("no rule for it on rows")
+    if any(isinstance(each, Sum | Number) for each in eqn.types):
+        return Number() if not by_rows(shapes) else unknown("no rule for it on numbers of all rows")
+    if any(by_rows(each) for each in (*eqn.shapes, shapes)):
+        return unknown("no rule for it on as many entries as rows")
+    return BY_COUNT if any(getattr(each, "degree", 0) for each in eqn.types) else Same(wide(shapes[0]))
+
+
+def wide(shape: Sequence[int]) -> frozenset[int]:
+    """Return the axes along which an array has several entries."""
+    return frozenset(axis for axis, size in enumerate(shape) if size > 1)

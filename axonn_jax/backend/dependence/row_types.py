@@ -1,0 +1,193 @@
+"""Types of the values of a traced loss: how each depends on the rows of a batch.
+
+A loss is traced twice, for all rows of a batch and for those of one part, and both programs are read side by side. A
+value has one type in both:
+
+* `Same`: of no row, the same numbers in both;
+* `Rows`: an entry for each row, or group of neighbouring rows, along one axis, computed from that row alone;
+* `Sum`: linear in one such number of each row, so that the sums of parts add up to that of all rows;
+* `Number`: computed from sums in any other way, as the inverse of how many targets a mask counts;
+* `Told`: what none of these holds, with the reason. It does no harm where no result depends on it.
+
+Of all but the last `degree` says what the number of rows does to a value: a sum over them has degree 1, what is divided
+by their number one less. A mean has degree 0, as a value that has seen no row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
+from typing import Any, Literal, NamedTuple
+
+Axes = frozenset[int]
+NO_AXES: Axes = frozenset()
+
+EACH_ROUND = -1
+"""Axis of rows inside a loop over them, where a value is that of one row."""
+
+
+class Divisor(NamedTuple):
+    """A sum over rows that others are divided by."""
+
+    base: Any
+    """Name of the sum, as `Sum` has it."""
+    counts: bool
+    """True if it depends on nothing but the batch, as the sum of a mask."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """Numbers that depend on no row.
+
+    Along an axis of as many entries as the batch has rows, entries that differ do so by the row's place in the batch,
+    which in a part is another. Draws are left out of `varies`: every row has one of its own, whatever its place.
+    """
+
+    varies: Axes = NO_AXES
+    """Axes along which entries differ."""
+    drawn: Axes = NO_AXES
+    """Axes along which each entry is a draw of its own."""
+    degree: float = 0.0
+    place: int | None = None
+    """Axis along which each entry is its own index, of as many entries as rows."""
+    columns: Axes = NO_AXES
+    """Indices along the last axis at which entries are the index along axis `place`."""
+    value: float | None = None
+    """The number, where it is known, of all entries."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An entry along `axis` for each group of `group` neighbouring rows, [outer, rows / group, inner] in that axis."""
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+    group: int = 1
+    degree: float = 0.0
+    divisor: Divisor | None = None
+    """Sum of all rows that every entry is divided by."""
+    columns: Axes = NO_AXES
+    """Indices along the last axis at which entries are the row's own index, in an array of indices."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over rows."""
+
+    degree: float = 1.0
+    divisor: Divisor | None = None
+    base: Any = field(default=None, compare=False)
+    """Name of the sum; others that are proportional to it have the same."""
+    scalar: bool = False
+    """True if all entries are one number."""
+    counts: bool = field(default=False, compare=False)
+    """True if it depends on nothing but the batch, as the sum of a mask."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a loop over rows has added up so far."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number computed from sums; proportional to a power of the sum `base` where that is 1 or -1."""
+
+    power: int = 0
+    base: Any = None
+    degree: float = 0.0
+    counts: bool = False
+    empty: bool = False
+    """True if it says whether the sum `base` is 0, as of a mask under which nothing counts."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A value that rows decide in a way that parts of the rows cannot keep, or that no rule is known for."""
+
+    verdict: Literal["coupled", "not understood"]
+    reason: str
+    primitive: str = ""
+    where: str = ""
+    """The user's file and line."""
+
+
+RowType = Same | Rows | Sum | Running | Number | Told
+
+
+def coupled(reason: str) -> Told:
+    """Return the type of what rows decide together."""
+    return Told("coupled", reason)
+
+
+def unknown(reason: str) -> Told:
+    """Return the type of what no rule is known for."""
+    return Told("not understood", reason)
+
+
+BESIDE_ROWS = coupled("rows beside other rows")
+BY_PLACE = coupled("numbers by a row's place in the batch")
+BY_COUNT = coupled("a number by how many rows there are")
+OF_ALL = coupled("a number of all rows beside each")
+
+
+def told(types: Sequence[RowType]) -> Told | None:
+    """Return the first of the types that nothing holds of."""
+    return next((each for each in types if isinstance(each, Told)), None)
+
+
+def aligned(types: Sequence[RowType]) -> RowType:
+    """Return the type of what is computed, entry by entry, from values of one shape that have seen no sum.
+
+    Of groups of other sizes the larger counts, as an entry of the smaller has seen one of its rows. The result has no
+    degree and no divisor: those are the caller's.
+    """
+    rows = [each for each in types if isinstance(each, Rows)]
+    same = [each for each in types if isinstance(each, Same)]
+    if not rows:
+        return Same(NO_AXES.union(*(each.varies for each in same)), NO_AXES.union(*(each.drawn for each in same)))
+    group = lcm(*(each.group for each in rows))
+    layouts = {(each.axis, each.outer, each.inner * group // each.group) for each in rows}
+    if len(layouts) > 1:
+        return BESIDE_ROWS
+    axis, outer, inner = layouts.pop()
+    if any(axis in each.varies for each in same):
+        return BY_PLACE
+    return Rows(axis, outer, inner, group)
+
+
+def either(types: Sequence[RowType]) -> RowType:
+    """Return the type of a value that is one or another of these, by a choice that no row makes."""
+    if (first := told(types)) is not None:
+        return first
+    live = [each for each in types if not (isinstance(each, Same) and each.value == 0)] or list(types)
+    scales = {(each.degree, getattr(each, "divisor", None)) for each in live if isinstance(each, Same | Rows | Sum)}
+    if any(isinstance(each, Running) for each in live):
+        return Running() if all(isinstance(each, Running) for each in live) else coupled("a running sum over rows")
+    if any(isinstance(each, Number) for each in live):
+        return OF_ALL if any(isinstance(each, Rows) for each in live) else Number()
+    if any(isinstance(each, Sum) for each in live):
+        if any(isinstance(each, Rows) for each in live):
+            return OF_ALL
+        sums = {(each.degree, each.divisor) for each in live if isinstance(each, Sum)}
+        plain = {each.degree for each in live if isinstance(each, Same)}
+        if len(sums) > 1 or not plain <= {degree for degree, _ in sums}:
+            return coupled("a mean beside another mean or a sum")
+        return summed(live)
+    if len(scales) > 1:
+        return BY_COUNT if len({degree for degree, _ in scales}) > 1 else coupled("a mean beside another mean")
+    degree, divisor = scales.pop()
+    return scaled(aligned(types), degree, divisor)
+
+
+def scaled(kind: RowType, degree: float, divisor: Divisor | None) -> RowType:
+    """Return a type that `aligned` returns, of a degree and a divisor."""
+    if isinstance(kind, Rows):
+        return replace(kind, degree=degree, divisor=divisor)
+    return replace(kind, degree=degree) if isinstance(kind, Same) else kind
+
+
+def summed(types: Sequence[RowType]) -> Sum:
+    """Return the type of a linear function of these, of which the sums have one degree and divisor."""
+    sums = [each for each in types if isinstance(each, Sum)]
+    return Sum(sums[0].degree, sums[0].divisor, counts=all(each.counts for each in sums))

@@ -1,0 +1,185 @@
+"""Types of all values of a loss that is traced twice: for all rows of a batch, and for those of one part."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from axonn_jax.backend.dependence.equation import Equation, by_rows
+from axonn_jax.backend.dependence.row_derivatives import derivative_fault
+from axonn_jax.backend.dependence.row_loops import Loops, Value, Values
+from axonn_jax.backend.dependence.row_rules import DRAWS, types_of, wide
+from axonn_jax.backend.dependence.row_types import BESIDE_ROWS, BY_COUNT, BY_PLACE, Rows, Same, Sum, Told, unknown
+from axonn_jax.backend.jaxprs import bodies, users_line
+
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+CALLS |= {"cond", "scan", "while", "custom_lin", "run_state"} - {"custom_lin", "run_state"}
+"""Primitives that run programs."""
+
+
+class Walk(Loops):
+    """A reading of two traced programs side by side.
+
+    Args:
+        rows: Rows of the batch, and of a part.
+        shared_axis: Name of the axis over which a layer takes the statistics of all parts, as BatchNorm.
+    """
+
+    def __init__(self, rows: tuple[int, int], shared_axis: str):
+        self.rows, self._shared_axis = rows, shared_axis
+        self.statistics = False
+        """True if a layer takes statistics of all parts together."""
+        self._names: dict[Any, int] = {}
+        self._derivatives = True
+
+    def name(self, *parts: Any) -> int:
+        """Return the name of a value by what it is computed from: equal ones have equal values."""
+        return self._names.setdefault(parts, len(self._names))
+
+    def run(self, whole: ClosedJaxpr, part: ClosedJaxpr, values: Sequence[Value]) -> Values:
+        """Return the values that two programs return, of the values that they are given."""
+        return self.body(whole.jaxpr, part.jaxpr, values, (whole.consts, part.consts))
+
+    def body(  # noqa: D102
+        self, whole: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())
+    ) -> Values:
+        alike = [each.primitive.name for each in whole.eqns] == [each.primitive.name for each in part.eqns]
+        if not alike or len(whole.outvars) != len(part.outvars):
+            return [Value(unknown("another program for the rows of a part"), None)] * len(whole.outvars)
+        known = dict(zip(whole.invars, values, strict=True))
+        for at, pair in enumerate(zip(whole.constvars, part.constvars, strict=True)):
+            known[pair[0]] = self._constant(*(each[at] for each in consts)) if consts[0] else self._opaque(pair)
+
+        def of(var: Any, other: Any) -> Value:
+            return self._literal(var, other) if hasattr(var, "val") else known[var]
+
+        for eqn, other in zip(whole.eqns, part.eqns, strict=True):
+            given = [of(*pair) for pair in zip(eqn.invars, other.invars, strict=True)]
+            known.update(zip(eqn.outvars, self._results(eqn, other, given), strict=True))
+        return [of(*pair) for pair in zip(whole.outvars, part.outvars, strict=True)]
+
+    def _opaque(self, pair: tuple[Any, Any]) -> Value:
+        shapes = (pair[0].aval.shape, pair[1].aval.shape)
+        return Value(Same(wide(shapes[0])) if shapes[0] == shapes[1] else BY_PLACE, self.name("const", id(pair[0])))
+
+    def _constant(self, value: Any, other: Any) -> Value:
+        key = self.name("const", id(value))
+        shape = jnp.shape(value)
+        if value is other or isinstance(value, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+            alike = shape == jnp.shape(other)
+            return Value(Same(wide(shape)) if alike else unknown("a constant that is traced"), key)
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, other = jax.random.key_data(value), jax.random.key_data(other)
+            shape = shape if shape else ()
+        a, b = np.asarray(value), np.asarray(other)
+        if a.ndim == 1 and a.shape != b.shape and all(np.array_equal(v, np.arange(len(v))) for v in (a, b)):
+            return Value(Same(frozenset({0}), place=0), key)
+        if a.shape != b.shape:
+            uniform = a.size and b.size and (a == a.flat[0]).all() and (b == a.flat[0]).all()
+            return Value(Same(value=float(a.flat[0])) if uniform else BY_PLACE, key)
+        if not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+            return self._literal_pair(a, b, key) if a.ndim == 0 else Value(BY_COUNT, key)
+        return Value(Same(wide(shape)), key)
+
+    def _literal(self, var: Any, other: Any) -> Value:
+        if not hasattr(other, "val"):
+            return Value(unknown("another program for the rows of a part"), None)
+        return self._literal_pair(np.asarray(var.val), np.asarray(other.val), self.name("literal", str(var.val)))
+
+    def _literal_pair(self, a: np.ndarray, b: np.ndarray, key: Any) -> Value:
+        """Return a number; one that is by how many rows there are has that degree."""
+        if a.ndim or (a.dtype.kind not in "biufV" and str(a.dtype) != "bfloat16"):
+            return Value(Same(wide(a.shape)) if np.array_equal(a, b) else BY_COUNT, key)
+        first, second = float(a), float(b)
+        if first == second or (first != first and second != second):
+            return Value(Same(value=first), key)
+        for degree in (1.0, -1.0, 0.5, -0.5, 2.0, -2.0):
+            if second and abs(first / second - (self.rows[0] / self.rows[1]) ** degree) < 1e-5 * abs(first / second):
+                return Value(Same(degree=degree), key)
+        return Value(BY_COUNT, key)
+
+    def _results(self, eqn: Any, other: Any, given: Values) -> Values:
+        name, inner = eqn.primitive.name, list(bodies(eqn))
+        results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
+        of_model = any(each.of_model for each in given) or name in DRAWS
+        if name in CALLS and inner:
+            out = self._called(name, eqn, other, given)
+        else:
+            words = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _UNSAID)
+            keys = [each.key for each in given]
+            whole = self.name(name, *map(str, words), *keys)
+            keyed = [keys[0] if name in _KEEP and _widens(eqn) else self.name(whole, at) for at in range(len(results))]
+            typed = Equation(
+                name,
+                (eqn.params, other.params),
+                [each.type for each in given],
+                [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, other.invars, strict=True)],
+                results,
+                [*(var.aval.dtype for var in eqn.invars), *(var.aval.dtype for var in eqn.outvars[:1])],
+                keys,
+                [each.of_model for each in given],
+                keyed[0] if keyed else None,
+                self.rows,
+            )
+            types = types_of(typed, self._shared_axis)
+            summed = any(isinstance(each.type, Sum) for each in given)
+            self.statistics |= name.startswith("psum") and summed and isinstance(types[0], Same)
+            out = [Value(kind, key, of_model) for kind, key in zip(types, keyed, strict=True)]
+        checked = []
+        for value, shapes in zip(out, results, strict=True):
+            kind = value.type
+            if isinstance(kind, Rows) and by_rows(shapes) - {kind.axis}:
+                kind = BESIDE_ROWS
+            if isinstance(kind, Told) and not kind.where:  # of an equation inside of a library's function the call's
+                kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
+            checked.append(replace(value, type=kind))
+        return checked
+
+    def _called(self, name: str, eqn: Any, other: Any, given: Values) -> Values:
+        pairs = list(zip(_closed(eqn), _closed(other), strict=False))
+        if len(_closed(eqn)) != len(_closed(other)):
+            return [Value(unknown("another program for the rows of a part"), None)] * len(eqn.outvars)
+        if name == "scan":
+            return self.scan(eqn, other, given, pairs[0])
+        if name == "while":
+            return self.while_loop(eqn, given, pairs)
+        if name == "cond":
+            return self.cond(eqn, given, pairs)
+        whole, part = pairs[0]
+        out = self.body(whole.jaxpr, part.jaxpr, given, (whole.consts, part.consts))
+        if name in ("custom_jvp_call", "custom_vjp_call") and self._derivatives:
+            self._derivatives = False  # of a derivative's own program none is asked for
+            fault = derivative_fault(eqn, other, given, out, self.run, self.name)
+            self._derivatives = True
+            if fault is not None:
+                return [Value(fault, each.key, each.of_model) for each in out]
+        return out
+
+
+def _closed(eqn: Any) -> list[ClosedJaxpr]:
+    """Return the programs that an equation runs, in order."""
+    if eqn.primitive.name == "while":
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    if eqn.primitive.name == "cond":
+        return list(eqn.params["branches"])
+    name = next(each for each in ("jaxpr", "call_jaxpr", "fun_jaxpr") if each in eqn.params)
+    inner = eqn.params[name]
+    return [inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())]
+
+
+def _widens(eqn: Any) -> bool:
+    """True for a conversion that keeps every number: of a mask, or from one kind of real numbers to another."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return not jnp.issubdtype(old, jnp.inexact) or jnp.issubdtype(new, jnp.inexact)
+
+
+_UNSAID = frozenset({"sharding", "out_sharding"})
+"""Parameters that change no value."""
+_KEEP = frozenset({"convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision"})
+"""Primitives whose result has the name of what they are given."""

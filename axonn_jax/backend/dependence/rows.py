@@ -1,0 +1,122 @@
+"""Whether a loss may run on parts of its rows: read off its program, once and for every batch."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import ClosedJaxpr
+
+from axonn_jax import compat
+from axonn_jax.backend.dependence.row_loops import Value
+from axonn_jax.backend.dependence.row_types import Rows, Same, Sum, Told
+from axonn_jax.backend.dependence.row_walk import Walk
+
+Kind = Literal["proven", "weighted", "coupled", "not understood"]
+Role = Literal["mean", "total", "state", "weight"]
+"""What becomes of a result of the parts: averaged as the loss is; added up; left as it is, as it must be the same in
+each; or what the parts' means count."""
+
+
+class Verdict(NamedTuple):
+    """What the program of a loss says about parts of its rows."""
+
+    kind: Kind
+    """`proven`: all results are those of all rows at once, for every batch. `weighted`: they are means over what a
+    mask counts, by which parts would have to be averaged. `coupled`: rows see each other, or something is computed from
+    all of them. `not understood`: a primitive has no rule."""
+    reason: str = ""
+    """What rows do, the primitive, and the user's own line."""
+
+
+def rows_verdict(
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    of_rows: Sequence[bool],
+    of_batch: Sequence[bool],
+    roles: Sequence[Role],
+    rows: tuple[int, int],
+    *,
+    in_turn: bool,
+    shared_axis: str,
+) -> Verdict:
+    """Return what the traced program of a loss says about its parts.
+
+    Args:
+        whole: The program of all rows. Gradients need not be in it: those of a sum over rows are sums over rows.
+        part: The program of the rows of one part.
+        of_rows: For each input whether it has rows in front.
+        of_batch: For each input whether it belongs to the batch.
+        roles: What becomes of each result.
+        rows: Rows of the batch, and of a part.
+        in_turn: True if parts run one after the other, each with the state that the one before it has left.
+        shared_axis: Name of the axis over which layers take statistics of all parts.
+    """
+    walk = Walk(rows, shared_axis)
+    values = []
+    for at, var in enumerate(whole.jaxpr.invars):
+        wide = frozenset(axis for axis, size in enumerate(var.aval.shape) if size > 1)
+        kind = Rows(0) if of_rows[at] else Same(wide)
+        values.append(Value(kind, walk.name("input", at), not of_batch[at]))
+    # What no result depends on may be an attempt at tracing that failed, which the other program does not have.
+    whole, part = (compat.part_of(each, [True] * len(roles), all_inputs=True) for each in (whole, part))
+    results = list(zip(roles, walk.run(whole, part, values), strict=True))
+    given = {value.key for value in values}
+    weights = [value.type for role, value in results if role == "weight"]
+    if weights and isinstance(weights[0], Told):
+        return Verdict("not understood", f"weight=, {_said(weights[0])}")
+    counted = weights[0].base if weights and isinstance(weights[0], Sum) else None
+    found = [_fault(role, value, counted, in_turn and value.key not in given) for role, value in results]
+    faults = sorted((fault for fault in found if fault is not None), key=lambda fault: _ORDER.index(fault.kind))
+    if faults:
+        return _of_weights(faults[0], [value for role, value in results if role == "mean"], weighted=bool(weights))
+    if walk.statistics and in_turn:
+        return Verdict("coupled", "a layer takes statistics of a microbatch")
+    return Verdict("proven")
+
+
+def _of_weights(fault: Verdict, means: Sequence[Value], *, weighted: bool) -> Verdict:
+    """Return a fault that is a mean over a count, where `weight=` mends it; else as what it is."""
+    if fault.kind != "weighted":
+        return fault
+    divisors = {value.type.divisor for value in means if isinstance(value.type, Sum)}
+    if weighted:  # one mean over something else than weight= counts, as far as names go: numbers tell
+        several = len(divisors) > 1
+        return Verdict("coupled", _SECOND) if several else Verdict("not understood", "weight= counts in another way")
+    if len(divisors) > 1:
+        return Verdict("coupled", _SECOND)
+    return fault if next(iter(divisors)).counts else Verdict("coupled", "a mean over a sum that the model is in")  # type: ignore[union-attr]
+
+
+_SECOND = "a mean over what a mask counts, beside a mean over something else"
+
+_ORDER: tuple[Kind, ...] = ("coupled", "not understood", "weighted", "proven")
+"""Kinds of verdicts, in the order in which one of them decides."""
+
+
+def _fault(role: Role, value: Value, counted: Any, changes_in_turn: bool) -> Verdict | None:
+    """Return why a result of parts is not that of all rows; None where it is."""
+    kind = value.type
+    if isinstance(kind, Told):
+        return Verdict(kind.verdict, _said(kind))
+    if role == "weight":
+        return None
+    if role == "state":
+        if not isinstance(kind, Same) or kind.degree:
+            return Verdict("coupled", "state that is computed from rows")
+        return Verdict("coupled", "state that each microbatch changes") if changes_in_turn else None
+    if isinstance(kind, Same):
+        return Verdict("coupled", "a number by how many rows there are") if kind.degree != (role == "total") else None
+    if not isinstance(kind, Sum):
+        return Verdict("coupled", "a result that is no sum over rows")
+    if role == "total":
+        return Verdict("coupled", "a total that is no sum over rows") if kind.divisor or kind.degree != 1 else None
+    if kind.degree:
+        return Verdict("coupled", "a sum over rows where parts are averaged")
+    base = kind.divisor.base if kind.divisor else None
+    if base == counted:
+        return None
+    return Verdict("weighted", "a mean over what a mask counts") if kind.divisor else Verdict("coupled", _SECOND)
+
+
+def _said(kind: Told) -> str:
+    where = ", ".join(each for each in (kind.primitive, kind.where) if each)
+    return f"{kind.reason} ({where})" if where else kind.reason
