@@ -17,10 +17,12 @@ from axonn_jax.grid import Grid
 from axonn_jax.models.huggingface.pretrained import is_pretrained
 from axonn_jax.terminal import say
 from axonn_jax.train.engines.base import facts_of, shape_of, take
-from axonn_jax.train.engines.engine import Engine
+from axonn_jax.train.engines.engine import Engine, RowChoice
 from axonn_jax.train.engines.pretrained import take_pretrained
+from axonn_jax.train.engines.spmd import SpmdEngine
 
-_ITERATORS = "iterators"
+_ITERATORS, _ROWS = "iterators", "rows"
+"""Names among a manifest's facts: of the states of the processes' data, and of the way in which the loss runs."""
 _ALL = 2**31
 
 
@@ -53,7 +55,8 @@ def save_as(
         facts = {**facts, _ITERATORS: states}
     with only_run_in(str(run), sync, say, lambda _, accepted: OSError(f"{failed} it takes {accepted}")):
         saver = Saver(directory, engine.grid, sync, keep=keep or _ALL, sizes=engine.state_shapes())
-        begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
+        choice = {_ROWS: chosen.facts} if (chosen := _row_choice(engine)) is not None and chosen.facts else {}
+        begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **choice, **facts})
         with engine.saving():
             error = saver.settle()
             saver.close()
@@ -117,6 +120,8 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
         return None
     checkpoint = named_checkpoint(path, sync, _said_once(sync), "checkpoint")
     take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
+    if not weights_only:
+        _take_row_choice(engine, checkpoint)
     return checkpoint
 
 
@@ -126,7 +131,18 @@ def resume_newest(engine: Engine, directory: Path) -> Checkpoint | None:
     checkpoint = newest(inside(directory), sync, _said_once(sync))
     if checkpoint is not None:
         take(engine, checkpoint, sync, "directory", weights_only=False)
+        _take_row_choice(engine, checkpoint)
     return checkpoint
+
+
+def _row_choice(engine: Engine) -> RowChoice | None:
+    return engine.row_choice if isinstance(engine, SpmdEngine) else None
+
+
+def _take_row_choice(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Go on in the way in which the loss of a checkpoint's run ran."""
+    if (choice := _row_choice(engine)) is not None:
+        choice.facts = dict(checkpoint.manifest.run.get(_ROWS, {}))
 
 
 def _said_once(sync: HostSync) -> Callable[[str], None]:

@@ -166,6 +166,8 @@ def product(eqn: Equation, sign: int = 1) -> RowType:
 
 def _power(eqn: Equation) -> RowType:
     count = eqn.types[0]
+    if eqn.param["y"] == 1:
+        return count
     if isinstance(count, Sum) and count.scalar and count.divisor is None and eqn.param.get("y") == -1:
         return Number(-1, count.base, -count.degree, count.counts)
     if isinstance(count, Number) and count.power and eqn.param.get("y") == -1:

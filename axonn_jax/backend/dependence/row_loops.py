@@ -36,6 +36,8 @@ class Value:
     type: RowType
     key: Any
     of_model: bool = False
+    origin: str = ""
+    """Where sums were first used otherwise than linearly: the primitive, and the user's own line."""
 
 
 class Loops(ABC):

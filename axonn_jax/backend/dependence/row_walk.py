@@ -13,7 +13,17 @@ from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_derivatives import derivative_fault
 from axonn_jax.backend.dependence.row_loops import Loops, Value, Values
 from axonn_jax.backend.dependence.row_rules import DRAWS, types_of, wide
-from axonn_jax.backend.dependence.row_types import BESIDE_ROWS, BY_COUNT, BY_PLACE, Rows, Same, Sum, Told, unknown
+from axonn_jax.backend.dependence.row_types import (
+    BESIDE_ROWS,
+    BY_COUNT,
+    BY_PLACE,
+    Number,
+    Rows,
+    Same,
+    Sum,
+    Told,
+    unknown,
+)
 from axonn_jax.backend.jaxprs import bodies, users_line
 
 CALLS = frozenset(
@@ -132,12 +142,16 @@ class Walk(Loops):
             self.statistics |= name.startswith("psum") and summed and isinstance(types[0], Same)
             out = [Value(kind, key, of_model) for kind, key in zip(types, keyed, strict=True)]
         checked = []
+        origin = next((each.origin for each in given if each.origin), "")
         for value, shapes in zip(out, results, strict=True):
             kind = value.type
             if isinstance(kind, Rows) and by_rows(shapes) - {kind.axis}:
                 kind = BESIDE_ROWS
             if isinstance(kind, Told) and not kind.where:  # of an equation inside of a library's function the call's
                 kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
+            if isinstance(kind, Number) or getattr(kind, "divisor", None) is not None:
+                origin = value.origin or origin or _said_of(name, eqn)
+                value = replace(value, origin=origin)
             checked.append(replace(value, type=kind))
         return checked
 
@@ -171,6 +185,11 @@ def _closed(eqn: Any) -> list[ClosedJaxpr]:
     name = next(each for each in ("jaxpr", "call_jaxpr", "fun_jaxpr") if each in eqn.params)
     inner = eqn.params[name]
     return [inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())]
+
+
+def _said_of(name: str, eqn: Any) -> str:
+    line = users_line(eqn)
+    return f"{name}, {line}" if line else ""
 
 
 def _widens(eqn: Any) -> bool:

@@ -106,7 +106,7 @@ def _fault(role: Role, value: Value, counted: Any, changes_in_turn: bool) -> Ver
     if isinstance(kind, Same):
         return Verdict("coupled", "a number by how many rows there are") if kind.degree != (role == "total") else None
     if not isinstance(kind, Sum):
-        return Verdict("coupled", "a result that is no sum over rows")
+        return Verdict("coupled", f"a result that is no sum over rows{_from(value)}")
     if role == "total":
         return Verdict("coupled", "a total that is no sum over rows") if kind.divisor or kind.degree != 1 else None
     if kind.degree:
@@ -114,7 +114,13 @@ def _fault(role: Role, value: Value, counted: Any, changes_in_turn: bool) -> Ver
     base = kind.divisor.base if kind.divisor else None
     if base == counted:
         return None
-    return Verdict("weighted", "a mean over what a mask counts") if kind.divisor else Verdict("coupled", _SECOND)
+    if kind.divisor is None:
+        return Verdict("coupled", _SECOND)
+    return Verdict("weighted", f"a mean over what a mask counts{_from(value)}")
+
+
+def _from(value: Value) -> str:
+    return f" ({value.origin})" if value.origin else ""
 
 
 def _said(kind: Told) -> str:

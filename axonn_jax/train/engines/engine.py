@@ -18,6 +18,7 @@ from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.models.packed import counted_targets, pad_batch
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.step import StepMetrics
 
 
@@ -154,6 +155,19 @@ class TokenBatches(Batches):
     def shard(self, batch: np.ndarray) -> jax.Array:
         """Make [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
         return self.placed(batch.astype(np.int32, copy=False), self.whole(batch))
+
+
+class RowChoice(Protocol):
+    """Choice of the way in which a user's loss runs (`train/modules/proof.py`)."""
+
+    facts: dict[str, Any]
+    """The choice and its reason, as a checkpoint's manifest has them; of a loaded checkpoint those of its run."""
+
+    def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
+        """Choose the way before a step; True if the job's `build` gives another program from now on."""
+
+    def evaluates_at_once(self, loss: Any, params: Weights, carried: Params, batch: Any) -> bool:
+        """Return whether an evaluation by a loss (None: the job's) must see all rows of a batch at once."""
 
 
 class Engine(Protocol):

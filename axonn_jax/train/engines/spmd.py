@@ -30,7 +30,7 @@ from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
-from axonn_jax.train.engines.engine import Batches, TokenBatches
+from axonn_jax.train.engines.engine import Batches, RowChoice, TokenBatches
 from axonn_jax.train.engines.program import exposed
 from axonn_jax.train.engines.programs import StepPrograms
 from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
@@ -62,9 +62,8 @@ class Job:
     """Padding of the vocabulary (`models.vocabulary.padding_of`)."""
     carried: Params = field(default_factory=dict)
     """State of the model that is no parameter and that steps change, by name."""
-    changes: Callable[[int, Weights, Params, Any], bool] = lambda step, weights, carried, batch: False
-    """Function of a step's number, weights, carried state and batch -> True if `build` gives another program from then
-    on."""
+    row_choice: RowChoice | None = None
+    """Choice of the way in which a user's loss runs; None for a model of the package's own."""
 
 
 def model_job(
@@ -117,7 +116,7 @@ class SpmdEngine:
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
         self.grid, self.batches, self._job = grid, job.batches, job
         self._key = key_of(seed) if job.draws else None
-        self._carried = job.carried
+        self._carried, self.row_choice = job.carried, job.row_choice
         how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
         self.store = ParamStore(
             job.params, job.optimizer, lambda forms: StepPrograms(*job.build(forms), memory), job.chooser, **how
@@ -215,7 +214,8 @@ class SpmdEngine:
 
     def _settle(self, batch: Any) -> None:
         """Take another program where the batch asks for one."""
-        if self._job.changes(self.steps_done, self.store.weights, self._carried, batch):
+        choice = self.row_choice
+        if choice is not None and choice.changes(self.steps_done, self.store.weights, self._carried, batch):
             self.store.rebuild()
 
     def _step_key(self, step: int) -> jax.Array | None:
@@ -245,11 +245,15 @@ class SpmdEngine:
         """
         batches: Any = self.batches
         ragged = batches.ragged(batch)
+        weights = self._evaluated or self.store.weights
         if not ragged:
             self._settle(batch)
+            choice = self.row_choice
+            at_once = choice is not None and choice.evaluates_at_once(loss, weights, self._carried, batch)
+            batches = batches.at_once() if at_once else batches
         given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
-        forward = self.programs.forward(loss, at_once=ragged)
-        result = forward(self._evaluated or self.store.weights, self._carried, given)
+        forward = self.programs.forward(loss, at_once=ragged or at_once)
+        result = forward(weights, self._carried, given)
         return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102

@@ -39,6 +39,10 @@ class TreeBatches(Batches):
         """Rows of the smallest global batch: one a replica and microbatch, or a part of `z` in another process."""
         return self.replicas * self.microbatches * self._parts
 
+    def at_once(self) -> "TreeBatches":
+        """Return the form of batches without microbatches."""
+        return TreeBatches(self.grid, 1)
+
     def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:
         """[microbatches, replicas, rows of a replica]."""
         if rows % self.least or rows <= 0:

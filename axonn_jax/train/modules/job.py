@@ -118,7 +118,7 @@ def loss_job(
         chooser=Pruner(prune, apart.kernels, apart.specs, grid.mesh) if prune.prunes else None,
         formed=not prune.later,
         carried=carried,
-        changes=proof.changes,
+        row_choice=proof,
     )
 
 

@@ -12,7 +12,7 @@ from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import values_of
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.modules.all_rows import Comparison
-from axonn_jax.train.modules.apart import Way, say_first
+from axonn_jax.train.modules.apart import Loss, Way, say_first
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.probes import Results, apart
 from axonn_jax.train.modules.program import LossProgram
@@ -47,8 +47,9 @@ class Proof:
         shape = program.grid.shape
         kept = program.model.split or shape.z * shape.y * shape.x == 1
         self.way: Way = rows if rows != "auto" else "parts" if kept else "xla"
-        self.reason = ""
-        """Why the loss does not run in parts of the rows; "" where it does, or was asked to."""
+        self.facts: dict[str, Any] = {}
+        """The way and the reason for it, where the loss does not run in parts of the rows though it might have."""
+        self._begun = self.way
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._rows = rows
         self._split = not program.model.one_device_each
@@ -56,6 +57,8 @@ class Proof:
         self._comparisons: dict[bool, Comparison] = {}
         self._verdicts: dict[str, Verdict] = {}
         """By the shapes of a batch."""
+        self._evaluations: dict[tuple[Loss | None, str], Verdict] = {}
+        """By the loss and by the shapes of a batch."""
         self._compared, self._due = False, 0
         """Number of the next step before which results are compared, where the program is not understood."""
         if rows == "parts" and self._parts(self.way) > 1:
@@ -92,6 +95,33 @@ class Proof:
         say_first(*lines)
         return self.way != before
 
+    def evaluates_at_once(self, loss: Loss | None, params: Weights, carried: Params, batch: Any) -> bool:
+        """Return whether an evaluation's loss is that of all rows only if it sees them at once, which a line says.
+
+        `loss` is another loss than the trainer's, which sees the rows of all replicas in any case.
+        """
+        beside = self._program.grid.shape.data if self.way == "parts" and loss is None else 1
+        parts = (self._batches.microbatches, beside)
+        if parts == (1, 1) or (self._rows == "parts" and loss is None):
+            return False
+        form = (loss, str(jax.tree.map(jnp.shape, values_of(batch))))
+        if form not in self._evaluations:
+            program = replace(self._program.of(loss, at_once=False), way=self.way)
+            try:
+                verdict = verdict_of(
+                    program, _shapes(params), carried, batch, self._rows_of(batch), parts, training=False
+                )
+            except Exception:  # of a stranger's code, which the evaluation will meet too
+                verdict = Verdict("proven")
+            self._evaluations[form] = verdict
+            if verdict.kind != "proven":
+                say_first(f"evaluate: the loss runs on all rows of a batch at once; {verdict.reason}")
+        return self._evaluations[form].kind != "proven"
+
+    def _rows_of(self, batch: Any) -> int:
+        """Return the rows of a batch in all processes."""
+        return self._batches.rows(batch) // self._batches.share * self._batches.least
+
     def _parts(self, way: Way) -> int:
         return self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
 
@@ -100,14 +130,18 @@ class Proof:
         in_turn, beside = self._batches.microbatches, self._parts(self.way) // self._batches.microbatches
         if in_turn * beside == 1:
             return Verdict("proven")
-        rows = self._batches.rows(batch) // self._batches.share * self._batches.least
-        return verdict_of(self._program, params, carried, batch, rows, (in_turn, beside), training=True)
+        parts = (in_turn, beside)
+        return verdict_of(self._program, params, carried, batch, self._rows_of(batch), parts, training=True)
 
     def _chosen(
         self, verdict: Verdict, step: int, params: Params, carried: Params, batch: Any, *, first: bool
     ) -> list[str]:
         """Choose the way by the verdict, and by results where they may differ; return lines about what differs."""
         if verdict.kind == "not understood":
+            if first and not self._verdicts and (way := self.facts.get("way")) in _WAYS[_WAYS.index(self.way) :]:
+                # Where only numbers tell, those of the steps before the checkpoint did: they need not come again.
+                self.way, self._done = way, True
+                return [self._line(f"{self.facts['reason']}, as before the checkpoint")]
             told = [f"rows: compared with all rows at once before steps 0, 1, 2, 4, ...; {verdict.reason}"]
             lines = self._compare(params, carried, batch, gradients=True)
             self._due = 1 << step.bit_length()
@@ -115,15 +149,23 @@ class Proof:
                 self._done = True
             return lines or (told if first else [])
         reason = "" if verdict.kind == "proven" else self._reason(verdict)
+        had = "" if self._verdicts or reason else self.facts.get("reason", "")
         if reason and self.way == "parts" and self._batches.replicas > 1:
             self.way = "whole"
         elif self._compared or not (self._split or self.way != "parts"):
             # Layers are those that Flax wrote: nothing is left to compare, but the loss may fail beside its replicas.
             lines = [] if self._compared else self._tried(params, carried, batch)
-            return [self._line(reason)] if reason and not self.reason else lines
+            return [self._line(reason)] if reason and not self.facts else lines + self._again(had)
         lines = self._compare(params, carried, batch, gradients=False, reason=reason)
         self._compared = True
-        return lines
+        return lines + self._again(had)
+
+    def _again(self, had: str) -> list[str]:
+        """Return a line about a loss that runs in parts, which before the checkpoint it did not."""
+        if not had or self._parts(self._begun) == 1 or self.way != "parts":
+            return []
+        self.facts = {}
+        return [f"rows: {_INSTEAD['parts']}, as its program shows; before the checkpoint it did not: {had}"]
 
     def _reason(self, verdict: Verdict) -> str:
         if verdict.kind == "weighted":
@@ -214,7 +256,7 @@ class Proof:
     def _line(self, reason: str) -> str:
         count = self._batches.microbatches
         changed = f"; microbatches = {count} change what is learned, 1 would not" if count > 1 else ""
-        self.reason = reason
+        self.facts = {"way": self.way, "reason": reason}
         return f"rows: {_INSTEAD[self.way]}; {reason}{changed}"
 
 
@@ -228,6 +270,11 @@ _INSTEAD: dict[Way, str] = {
     "whole": 'the loss runs on the rows of all replicas (rows="whole")',
     "xla": "the loss runs on the rows of all replicas, its layers left to XLA",
 }
+
+
+def _shapes(params: Weights) -> Params:
+    """Return the shapes of parameters, of a pruned one the whole's."""
+    return {n: v if isinstance(v, jax.Array) else jax.eval_shape(_dense, v) for n, v in params.items()}  # type: ignore[misc]
 
 
 def _dense(weight: Any) -> jax.Array:
