@@ -65,11 +65,13 @@ def part_of(closed: ClosedJaxpr, wanted: Sequence[bool], *, all_inputs: bool = F
 
 def function_of(eqn: Any) -> Callable[..., list[Any]]:
     """Return the function that an equation is, of its inputs that are no literals, each once, with its derivatives."""
-    from jax.extend.core import DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+    from jax.extend.core import DebugInfo, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 
     given = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
     results = [Var(var.aval) if isinstance(var, DropVar) else var for var in eqn.outvars]
-    body = Jaxpr([], given, results, [eqn.replace(outvars=results)], eqn.effects)
+    body = Jaxpr(
+        [], given, results, [eqn.replace(outvars=results)], eqn.effects, DebugInfo(eqn.primitive.name, "", None, None)
+    )
     return jaxpr_as_fun(ClosedJaxpr(body, []))  # type: ignore[no-any-return]
 
 

@@ -164,7 +164,7 @@ def correlation(model, batch):
 
 
 def dice(model, batch):
-    p, y = jax.nn.sigmoid(model(batch["x"])[:, 0]), batch["label"] > 2
+    p, y = jax.nn.sigmoid(model(batch["x"])[:, 0]), (batch["label"] > 2).astype(jnp.float32)
     return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
 
 
@@ -209,7 +209,7 @@ def queue(model, batch):
 
 
 def drawn_mask(model, batch, key):
-    mask = jax.random.bernoulli(key, 0.5, (len(batch["x"]),))
+    mask = jax.random.bernoulli(key, 0.5, (len(batch["x"]),)).astype(jnp.float32)
     return (cross_entropy(model, batch) * mask).sum() / mask.sum()
 
 
@@ -239,7 +239,9 @@ IDIOMS = {
     "weight= of another count": Idiom(masked_mean, "not understood", "in another way", lambda b: b["columns"].sum()),
     "jnp.average": Idiom(lambda m, b: jnp.average(cross_entropy(m, b), weights=b["mask"]), "proven", weight=counted),
     "mean where": Idiom(
-        lambda m, b: jnp.mean(cross_entropy(m, b), where=b["mask"] > 0), "proven", weight=lambda b: (b["mask"] > 0).sum()
+        lambda m, b: jnp.mean(cross_entropy(m, b), where=b["mask"] > 0),
+        "proven",
+        weight=lambda b: (b["mask"] > 0).sum(),
     ),
     "mean of a mask or 0": Idiom(safe_mean, "proven", weight=counted),
     "mean of a mask of many": Idiom(only_with_many, "coupled", "no sum over rows", counted),
@@ -265,7 +267,7 @@ IDIOMS = {
     "a sum by a constant": Idiom(lambda m, b: cross_entropy(m, b).sum() / ROWS, "coupled", "parts are averaged"),
     "root mean square": Idiom(lambda m, b: jnp.sqrt(jnp.square(m(b["x"])).mean()), "coupled", "(sqrt, "),
     "correlation": Idiom(correlation, "coupled", "(sub, "),
-    "dice": Idiom(dice, "coupled", "that the model is in"),
+    "dice": Idiom(dice, "coupled", "that the model or a draw is in"),
     "triplets by roll": Idiom(triplet_by_roll, "coupled", "(slice, "),
     "contrast": Idiom(contrast, "coupled", "rows beside other rows (dot_general, "),
     "clipped cotangents": Idiom(lambda m, b: squares(m, b, clipped), "coupled", "in the backward pass"),
@@ -273,7 +275,7 @@ IDIOMS = {
     "gradient penalty": Idiom(penalty, "proven"),
     "a queue of negatives": Idiom(queue, "coupled", "rows beside others in one array (concatenate, "),
     "largest of a row": Idiom(lambda m, b: lax.top_k(m(b["x"]), 2)[0].mean(), "proven"),
-    "a row sorted": Idiom(lambda m, b: (jnp.sort(m(b["x"]), -1) * jnp.arange(CLASSES)).mean(), "proven"),
+    "a row sorted": Idiom(lambda m, b: (jnp.sort(m(b["x"]), -1) * jnp.arange(1.0, 1 + CLASSES)).mean(), "proven"),
     "dot with a mask": Idiom(lambda m, b: jnp.dot(cross_entropy(m, b), b["mask"]) / len(b["mask"]), "proven"),
     "a mask that is drawn": Idiom(drawn_mask, "coupled", "row_idioms.py:"),
     "pairs that are drawn": Idiom(shuffled_pairs, "coupled", "row_idioms.py:"),

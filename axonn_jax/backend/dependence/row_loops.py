@@ -26,6 +26,12 @@ from axonn_jax.backend.dependence.row_types import (
 )
 from axonn_jax.backend.jaxprs import bodies
 
+CALLED = frozenset(
+    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+)
+CALLED |= {"cond", "scan", "while"}
+"""Primitives that run programs."""
+
 Values = list["Value"]
 
 
@@ -132,21 +138,21 @@ class Loops(ABC):
 
     def _over_rows(self, eqn: Any, carry: Values, stacks: Values, once: Callable[..., Values]) -> Values:
         """Return the values of a loop over rows: of what it adds up the sums, of the others an entry a row."""
-        lengths = {each.type for each in stacks if isinstance(each.type, Rows)}
-        first = next(iter(lengths), None)
-        plain = len(lengths) == 1 and first is not None and (first.axis, first.outer, first.inner) == (0, 1, 1)
-        if not plain and lengths:
-            return [Value(unknown("a loop over rows in parts"), None)] * len(eqn.outvars)
-        group = first.group if first is not None else 1
-        row = Rows(EACH_ROUND, group=group)
+        layouts = [
+            replace(t, degree=0.0, divisor=None, columns=NO_AXES) for v in stacks if isinstance(t := v.type, Rows)
+        ]
+        row = layouts[0] if layouts else Rows(0)
+        if row.axis != 0 or any(each != row for each in layouts):
+            return [Value(unknown("a loop over rows of several layouts"), None)] * len(eqn.outvars)
+        one = Rows(EACH_ROUND)  # one row, or group of rows, whichever its place
 
         def of(kind: RowType) -> RowType:
             if isinstance(kind, Rows):
-                return replace(row, degree=kind.degree, divisor=kind.divisor)
+                return replace(one, degree=kind.degree, divisor=kind.divisor)
             if isinstance(kind, Same) and 0 in kind.varies:
                 return BY_PLACE
             if isinstance(kind, Same) and 0 in kind.drawn:
-                return row
+                return one
             return _slice_of(kind)
 
         slices = [replace(each, type=of(each.type), key=self.name("slice", each.key)) for each in stacks]
@@ -155,7 +161,7 @@ class Loops(ABC):
         inside = [body.invars[start + at] is body.outvars[at] for at in range(len(carry))]
         carried = [_bare(v, self.name("carry", id(eqn), at)) for at, v in enumerate(carry)]
         first_round = [
-            value if kept else replace(value, type=row if _is_key(var) else Running())
+            value if kept else replace(value, type=one if _is_key(var) else Running())
             for value, kept, var in zip(carried, inside, body.invars[start:], strict=False)
         ]
         out = once(first_round, slices)
@@ -208,7 +214,7 @@ def _stacked(kind: RowType) -> RowType:
 def _row_by_row(kind: RowType, row: Rows) -> RowType:
     """Return the type of a stack of what a loop over rows gives."""
     if isinstance(kind, Rows) and kind.axis == EACH_ROUND:
-        return replace(kind, axis=0, group=row.group)
+        return replace(row, degree=kind.degree, divisor=kind.divisor)
     if isinstance(kind, Same):
         return Same(
             frozenset(axis + 1 for axis in kind.varies), frozenset(axis + 1 for axis in kind.drawn), kind.degree

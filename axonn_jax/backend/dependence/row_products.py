@@ -210,10 +210,10 @@ def _scatter(eqn: Equation) -> RowType:
     if source is None and isinstance(at, Rows):
         source = replace(at, axis=scattered[at.axis], degree=getattr(updates, "degree", 0.0), columns=NO_AXES)
     if source is None:  # numbers of no row are put down in every row, at the same place
-        rest = frozenset(range(len(eqn.result)))
         assert isinstance(kind, Rows)
-        whole = kind.axis in window and not by_rows(eqn.shapes[1])
-        return either((kind, Same())) if whole and rest else unknown("numbers put down by a row's place")
+        if kind.axis not in window or by_rows(eqn.shapes[1]):
+            return coupled("rows chosen by their place")
+        return either((kind, Same()))
     target = to(source.axis)
     if isinstance(at, Rows) and scattered[at.axis] != source.axis:
         return BESIDE_ROWS

@@ -64,8 +64,12 @@ LEADING |= {
     "hessenberg": 2,
 }
 """Primitives of the last axes, as many as this, for each entry of those before them."""
+SHARED = frozenset({"pbroadcast", "pcast", "pmax", "pmin", "psum", "psum2", "psum_invariant", "pvary"})
+"""Primitives over a named axis."""
 RULES = {**MOVES, **CUTS, **PRODUCTS}
 """Rules of others that are written out."""
+KNOWN = ENTRIES | DRAWS | LEADING.keys() | SHARED | RULES.keys()
+"""Primitives that have a rule."""
 
 
 def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
@@ -81,10 +85,10 @@ def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
     each_round = [each for each in types if isinstance(each, Rows) and each.axis == EACH_ROUND]
     if each_round:
         return [of_round(types)] * count
-    if eqn.name in ("psum", "psum2", "psum_invariant", "pmax", "pmin"):
-        return [_shared(eqn, kind, shared_axis) for kind in types]
     if eqn.name in ("pvary", "pcast", "pbroadcast"):
         return list(types)
+    if eqn.name in SHARED:
+        return [_shared(eqn, kind, shared_axis) for kind in types]
     if (rule := RULES.get(eqn.name)) is not None:
         result = rule(eqn)
         return [result] * count if isinstance(result, RowType) else result

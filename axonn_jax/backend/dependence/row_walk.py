@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_derivatives import derivative_fault
-from axonn_jax.backend.dependence.row_loops import Loops, Value, Values
+from axonn_jax.backend.dependence.row_loops import CALLED, Loops, Value, Values
 from axonn_jax.backend.dependence.row_rules import DRAWS, types_of, wide
 from axonn_jax.backend.dependence.row_types import (
     BESIDE_ROWS,
@@ -25,12 +25,6 @@ from axonn_jax.backend.dependence.row_types import (
     unknown,
 )
 from axonn_jax.backend.jaxprs import bodies, users_line
-
-CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
-CALLS |= {"cond", "scan", "while", "custom_lin", "run_state"} - {"custom_lin", "run_state"}
-"""Primitives that run programs."""
 
 
 class Walk(Loops):
@@ -118,7 +112,7 @@ class Walk(Loops):
         name, inner = eqn.primitive.name, list(bodies(eqn))
         results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         of_model = any(each.of_model for each in given) or name in DRAWS
-        if name in CALLS and inner:
+        if name in CALLED and inner:
             out = self._called(name, eqn, other, given)
         else:
             words = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _UNSAID)

@@ -83,7 +83,9 @@ def _of_weights(fault: Verdict, means: Sequence[Value], *, weighted: bool) -> Ve
         return Verdict("coupled", _SECOND) if several else Verdict("not understood", "weight= counts in another way")
     if len(divisors) > 1:
         return Verdict("coupled", _SECOND)
-    return fault if next(iter(divisors)).counts else Verdict("coupled", "a mean over a sum that the model is in")  # type: ignore[union-attr]
+    if all(divisor is None or divisor.counts for divisor in divisors):
+        return fault
+    return Verdict("coupled", fault.reason.replace("what a mask counts", "a sum that the model or a draw is in"))
 
 
 _SECOND = "a mean over what a mask counts, beside a mean over something else"
