@@ -84,6 +84,8 @@ OPERATIONS = {
     "set": lambda z, w, p: z.at[:, 0].set(0.5),
     "set a row": lambda z, w, p: z.at[0].set(0.5),
     "padded": lambda z, w, p: jnp.pad(z, ((0, 0), (1, 1)))[:, 1:-1],
+    "read backwards": lambda z, w, p: z * z[-jnp.arange(len(z))],
+    "behind a barrier": lambda z, w, p: jax.lax.optimization_barrier((p, z * p))[1],
     "while": lambda z, w, p: jax.lax.fori_loop(0, 3, lambda _, z: z * 0.9, z),
 }
 ENDS = {

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from axonn_jax.backend.dependence.equation import Equation
 from axonn_jax.backend.dependence.row_types import (
     BY_COUNT,
+    NO_AXES,
     OF_ALL,
     Divisor,
     Number,
@@ -40,12 +41,28 @@ def entries(eqn: Equation) -> RowType:
     if any(isinstance(each, Running) for each in eqn.types):
         return _running(eqn)
     if eqn.name in LINEAR or (eqn.name in ("convert_element_type", "reduce_precision") and _keeps_sums(eqn)):
-        return eqn.types[0]
+        return _linear(eqn)
     if rule := _SCALED.get(eqn.name):
         return rule(eqn)
     if any(isinstance(each, Sum | Number) for each in eqn.types):
         return _number(eqn)
     return _plain(eqn)
+
+
+def _linear(eqn: Equation) -> RowType:
+    """Return the type of a linear function of one value: as an index a place is one as long as it is that number."""
+    kind, integers = eqn.types[0], jnp.issubdtype(eqn.dtypes[-1], jnp.integer)
+    kept = eqn.name in ("copy", "copy_p", "stop_gradient") or (
+        eqn.name == "convert_element_type" and integers and jnp.dtype(eqn.dtypes[-1]).itemsize >= 4
+    )
+    if kept or not isinstance(kind, Same | Rows):
+        return kind
+    if isinstance(kind, Rows):
+        return replace(kind, columns=NO_AXES)
+    value = kind.value if eqn.name != "neg" or kind.value == 0 else None
+    if value is not None and eqn.dtypes[-1] == jnp.bool_:
+        value = float(value != 0)
+    return replace(kind, value=value, place=None, columns=NO_AXES)
 
 
 def _keeps_sums(eqn: Equation) -> bool:

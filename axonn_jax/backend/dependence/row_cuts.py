@@ -168,6 +168,13 @@ def _stack(eqn: Equation) -> RowType:
     return replace(result, varies=result.varies | {axis}, value=None) if isinstance(result, Same) else result
 
 
+def _tile(eqn: Equation) -> RowType:
+    kind, times = eqn.types[0], eqn.param["reps"]
+    if isinstance(kind, Rows):
+        return replace(kind, outer=kind.outer * times[kind.axis], columns=NO_AXES)
+    return replace(kind, place=None, columns=NO_AXES) if isinstance(kind, Same) else kind
+
+
 def _unstack(eqn: Equation) -> RowType:
     axis, kind = eqn.param["axis"], eqn.types[0]
     if isinstance(kind, Rows) and kind.axis == axis:
@@ -183,6 +190,7 @@ CUTS: dict[str, Callable[[Equation], RowType | Sequence[RowType]]] = {
     "slice": _slice,
     "split": _split,
     "stack": _stack,
+    "tile": _tile,
     "unstack": _unstack,
 }
 """Rule of each primitive."""

@@ -137,6 +137,7 @@ def _reduce(eqn: Equation) -> RowType:
             return _total(eqn, kind.degree, kind.divisor) if adds else coupled(f"{_PLAIN[eqn.name]} over {what}")
         return moved(kind, where) if adds else _undivided(kind, moved(kind, where))
     assert isinstance(kind, Same)
+    kind = replace(kind, place=None, columns=NO_AXES)
     over = by_rows(eqn.shapes[0]) & axes
     if not over or kind.value == 0:
         return moved(replace(kind, value=kind.value if kind.value == 0 else None), where)

@@ -75,6 +75,8 @@ KNOWN = ENTRIES | DRAWS | LEADING.keys() | SHARED | RULES.keys()
 def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
     """Return the types of an equation's results; of a primitive that has no rule, of what has seen no row alone."""
     count, types = len(eqn.results), eqn.types
+    if eqn.name == "optimization_barrier":
+        return list(types)
     if eqn.name in ENTRIES:
         return [entries(eqn)] * count
     if (first := told(types)) is not None:

@@ -141,6 +141,8 @@ class Walk(Loops):
             kind = value.type
             if isinstance(kind, Rows) and by_rows(shapes) - {kind.axis}:
                 kind = BESIDE_ROWS
+            if isinstance(kind, Sum) and by_rows(shapes) and not kind.scalar:
+                kind = Number()  # a sum over these entries is no sum over rows
             if isinstance(kind, Told) and not kind.where:  # of an equation inside of a library's function the call's
                 kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
             if isinstance(kind, Number) or getattr(kind, "divisor", None) is not None:
