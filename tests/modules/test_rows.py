@@ -73,6 +73,22 @@ def test_microbatches_that_change_what_is_learned_are_told(axes, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("axes", [GridShape(data=2), ALL], ids=grids.name)
+def test_statistics_of_microbatches_are_told_and_leave_parts(axes, capfd):
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.first, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.norm(self.first(x))
+
+    trainer = ax.Trainer(Normed(), optax.sgd(0.1), grids.lay(axes), loss=square, microbatches=3)
+    trainer.step(X)
+    assert trainer.engine.program.way == "parts"
+    said = "rows: the loss runs in parts of the rows; BatchNorm takes statistics of each microbatch; microbatches = 3"
+    assert said in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kept", [{}, {"zero": 1}, {"offload": "optimizer"}], ids=str)
 def test_half_precision_weights_beside_masters_are_compared(kept, capfd):
     memory = ax.MemoryConfig(precision="bf16", **kept)

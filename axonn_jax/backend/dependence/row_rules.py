@@ -64,18 +64,23 @@ LEADING |= {
     "hessenberg": 2,
 }
 """Primitives of the last axes, as many as this, for each entry of those before them."""
+UNCHANGED = frozenset(
+    {"copy_to_host", "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "reshard"}
+)
+UNCHANGED |= {"sharding_constraint"}
+"""Primitives whose results are what they are given, each by itself."""
 SHARED = frozenset({"pbroadcast", "pcast", "pmax", "pmin", "psum", "psum2", "psum_invariant", "pvary"})
 """Primitives over a named axis."""
 RULES = {**MOVES, **CUTS, **PRODUCTS}
 """Rules of others that are written out."""
-KNOWN = ENTRIES | DRAWS | LEADING.keys() | SHARED | RULES.keys()
+KNOWN = ENTRIES | UNCHANGED | DRAWS | LEADING.keys() | SHARED | RULES.keys()
 """Primitives that have a rule."""
 
 
 def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
     """Return the types of an equation's results; of a primitive that has no rule, of what has seen no row alone."""
     count, types = len(eqn.results), eqn.types
-    if eqn.name == "optimization_barrier":
+    if eqn.name in UNCHANGED:
         return list(types)
     if eqn.name in ENTRIES:
         return [entries(eqn)] * count

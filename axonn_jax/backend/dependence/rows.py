@@ -25,6 +25,8 @@ class Verdict(NamedTuple):
     all of them. `not understood`: a primitive has no rule."""
     reason: str = ""
     """What rows do, the primitive, and the user's own line."""
+    in_turn: bool = False
+    """True if parts side by side are all rows at once, and parts one after the other are not."""
 
 
 def rows_verdict(
@@ -64,12 +66,14 @@ def rows_verdict(
     if weights and isinstance(weights[0], Told):
         return Verdict("not understood", f"weight=, {_said(weights[0])}")
     counted = weights[0].base if weights and isinstance(weights[0], Sum) else None
-    found = [_fault(role, value, counted, in_turn and value.key not in given) for role, value in results]
+    found = [_fault(role, value, counted) for role, value in results]
     faults = sorted((fault for fault in found if fault is not None), key=lambda fault: _ORDER.index(fault.kind))
     if faults:
         return _of_weights(faults[0], [value for role, value in results if role == "mean"], weighted=bool(weights))
     if walk.statistics and in_turn:
-        return Verdict("coupled", "a layer takes statistics of a microbatch")
+        return Verdict("coupled", "BatchNorm takes statistics of each microbatch", in_turn=True)
+    if in_turn and any(role == "state" and value.key not in given for role, value in results):
+        return Verdict("coupled", "the loss changes state, once in each microbatch", in_turn=True)
     return Verdict("proven")
 
 
@@ -94,7 +98,7 @@ _ORDER: tuple[Kind, ...] = ("coupled", "not understood", "weighted", "proven")
 """Kinds of verdicts, in the order in which one of them decides."""
 
 
-def _fault(role: Role, value: Value, counted: Any, changes_in_turn: bool) -> Verdict | None:
+def _fault(role: Role, value: Value, counted: Any) -> Verdict | None:
     """Return why a result of parts is not that of all rows; None where it is."""
     kind = value.type
     if isinstance(kind, Told):
@@ -102,9 +106,8 @@ def _fault(role: Role, value: Value, counted: Any, changes_in_turn: bool) -> Ver
     if role == "weight":
         return None
     if role == "state":
-        if not isinstance(kind, Same) or kind.degree:
-            return Verdict("coupled", "state that is computed from rows")
-        return Verdict("coupled", "state that each microbatch changes") if changes_in_turn else None
+        changed_alike = isinstance(kind, Same) and not kind.degree
+        return None if changed_alike else Verdict("coupled", "state that is computed from rows")
     if isinstance(kind, Same):
         return Verdict("coupled", "a number by how many rows there are") if kind.degree != (role == "total") else None
     if not isinstance(kind, Sum):

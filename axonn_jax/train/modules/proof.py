@@ -150,7 +150,7 @@ class Proof:
             return lines or (told if first else [])
         reason = "" if verdict.kind == "proven" else self._reason(verdict)
         had = "" if self._verdicts or reason else self.facts.get("reason", "")
-        if reason and self.way == "parts" and self._batches.replicas > 1:
+        if reason and self.way == "parts" and self._batches.replicas > 1 and not verdict.in_turn:
             self.way = "whole"
         elif self._compared or not (self._split or self.way != "parts"):
             # Layers are those that Flax wrote: nothing is left to compare, but the loss may fail beside its replicas.
@@ -170,6 +170,8 @@ class Proof:
     def _reason(self, verdict: Verdict) -> str:
         if verdict.kind == "weighted":
             return f"the loss is {verdict.reason}: weight= keeps it in parts"
+        if verdict.in_turn:
+            return verdict.reason
         return f"rows do not go by themselves: {verdict.reason}"
 
     def _tried(self, params: Params, carried: Params, batch: Any) -> list[str]:

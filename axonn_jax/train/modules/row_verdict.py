@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axonn_jax.backend.dependence.rows import Role, Verdict, rows_verdict
+from axonn_jax.grid import without_mesh
 from axonn_jax.tensor.params import Params, key_of
 from axonn_jax.tensor.specs import is_replicated
 from axonn_jax.train.modules.apart import REPLICAS
@@ -60,11 +61,12 @@ def verdict_of(
         # The layers' statistics of all parts stay what they are in the program: collectives over this axis.
         return given, jax.make_jaxpr(run, axis_env=[(REPLICAS, 1)], return_shape=True)(*given)
 
-    given, (whole, shapes) = traced(rows)
-    try:
-        _, (part, _) = traced(rows // count)
-    except Exception as error:  # of a loss that counts on the rows of a whole batch
-        return Verdict("not understood", f"the loss of the rows of a part fails: {type(error).__name__}")
+    with without_mesh():  # as on one device
+        given, (whole, shapes) = traced(rows)
+        try:
+            _, (part, _) = traced(rows // count)
+        except Exception as error:  # of a loss that counts on the rows of a whole batch
+            return Verdict("not understood", f"the loss of the rows of a part fails: {type(error).__name__}")
     sizes = [len(jax.tree.leaves(each)) for each in given]
     of_rows = [False] * sum(sizes[:-1]) + [True] * sizes[-1]
     of_batch = [False] * sum(sizes[:3]) + [True] * sum(sizes[3:])
