@@ -101,8 +101,31 @@ def test_every_block_names_its_language():
 @pytest.mark.parametrize("line", TRAIN)
 def test_the_configuration_of_a_training_line_is_good(line, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
+    assert configured(line)
+
+
+def configured(line):
+    """The checked configuration of a training line."""
     file, *flags = shlex.split(line.partition("axonn-jax ")[2].partition("train ")[2].rstrip("'"))
-    check(read(file, split_argv(flags)[1]))
+    return check(read(file, split_argv(flags)[1]))
+
+
+def test_lines_that_share_a_run_are_the_same_or_go_on(checkout, monkeypatch):
+    """Else the second of them says that its steps are done already, and what reads a run finds another one."""
+    monkeypatch.chdir(checkout)
+    begun = defaultdict(dict)
+    for page in SHELL:
+        left = {"runs/demo", "runs/qwen3"}
+        for line in lines(page):
+            if line in TRAIN:
+                config = configured(line)
+                before = begun[config.log.dir]
+                assert line in before or config.train.steps > max(before.values(), default=0), (line, list(before))
+                before[line] = config.train.steps
+                left.add(config.log.dir)
+            elif read_run := re.search(r"axonn-jax (?:generate|inspect|loki|prune|timeline) (\S+)", line):
+                assert read_run[1] in left, line
+            left |= set(re.findall(r"runs/[\w-]+", line))
 
 
 @pytest.mark.parametrize("line", [line for line in ALL if "axonn-jax " in line and "train " not in line])
@@ -121,11 +144,12 @@ def test_quick_lines_run_in_the_order_of_the_pages(checkout, monkeypatch, capsys
         Path("runs", name).unlink()
     quick = [line for line in IN_ORDER if line.startswith(QUICK) and not line.startswith(tuple(NOT_RUN))]
     assert {words for words in QUICK if any(line.startswith(words) for line in quick)} == set(QUICK)
-    short = shlex.split(f"train examples/gpt-tiny.toml --data.path runs/text --train.steps 1 {SHORT}")
+    short = shlex.split(f"train examples/gpt-tiny.toml --train.steps 1 {SHORT}")
     for line in quick:
-        if re.search(r"runs/(gpt-tiny|demo)\b", line) and not Path("runs/demo").exists():
+        if re.search(r"runs/(saved|dense|demo)\b", line) and not Path("runs/demo").exists():
             assert main(short) == 0, capsys.readouterr().err
-            shutil.copytree("runs/gpt-tiny", "runs/demo")
+            for name in ("saved", "dense", "demo"):
+                shutil.copytree("runs/gpt-tiny", f"runs/{name}")
         if line.startswith("axonn-jax prepare"):  # each page begins anew
             shutil.rmtree(shlex.split(line)[3], ignore_errors=True)
         assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)

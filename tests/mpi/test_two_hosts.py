@@ -199,7 +199,7 @@ def test_the_lines_of_the_page_train_on_both_hosts_and_save_at_sigterm(hosts, pr
         assert "4 processes on 2 host(s), by MPI" in run.stderr
         run.mpirun.send_signal(signal.SIGTERM)
         assert run.mpirun.wait(60) == 128 + signal.SIGTERM, run.stderr
-        assert complete(Path("runs/gpt-tiny")) > 0
+        assert complete(Path("runs/hosts")) > 0
 
 
 @pytest.mark.parametrize(
