@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from launched import MPIRUN, OPEN_MPI_4, alive, gpu_environment, until
 
 from axonn_jax.backend.small_products import sums_are_wrong
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.cli.doctor.checks import pinned, places, preallocated, slurm
+from axonn_jax.cli.doctor.checks import extras, pinned, places, preallocated, slurm
 from axonn_jax.cli.doctor.mpi import mpi4jax, same_mpi, two_ranks
 from axonn_jax.cli.doctor.probes import Row, environment, installed, loopback, probe, ranges, satisfies, which
 from axonn_jax.distributed.network import exposed
@@ -23,7 +24,7 @@ COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doct
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
     "tokenizers", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
-    "disk", "slurm", "tensorboardX", "wandb", "mlflow", "pyarrow", "safetensors", "transformers", "torch",
+    "disk", "slurm", "tensorboardX", "wandb", "mlflow-skinny", "pyarrow", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -249,6 +250,16 @@ def test_ranges_are_those_of_pyproject() -> None:
     assert not found["jax"][1]
     assert found["mpi4jax"][1]
     assert ranges("no-such-distribution") == {}
+
+
+def test_the_remedy_of_a_missing_package_is_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axonn_jax.cli.doctor.checks.installed", lambda name: None)
+    rows = {row.check: row.fix for row in extras()}
+    assert rows.pop("torch").endswith("-m pip install torch")
+    for name, fix in rows.items():
+        (extra,) = re.findall(r"-m pip install 'axonn_jax\[(.*)\]'$", fix)
+        of_extra = [text for text in metadata.requires("axonn_jax") or [] if f'extra == "{extra}"' in text]
+        assert any(text.startswith(name) for text in of_extra), fix
 
 
 def test_other_processes_do_not_inherit_a_launcher() -> None:

@@ -57,7 +57,7 @@ _FAILS = {
 _EXTRAS = {
     "tensorboardX": ("tensorboard", "[log] tensorboard"),
     "wandb": ("wandb", "[log] wandb"),
-    "mlflow": ("mlflow", "[log] mlflow"),
+    "mlflow-skinny": ("mlflow", "[log] mlflow"),  # of which the whole of mlflow is made, too
     "pyarrow": ("data", "prepare of Parquet files"),
     "transformers": ("hf", "convert --check"),
     "huggingface_hub": ("hub", "names on the Hub, such as org/name"),
@@ -197,7 +197,8 @@ def extras() -> Iterator[Row]:
     supported = ranges("axonn_jax")
     for name, (extra, fails) in _EXTRAS.items():
         version, range_ = installed(name), supported.get(name, ("", True))[0]
-        fix = (extra and setup_command("--again")) or pip_command("--upgrade", name + range_)
+        # By the extra: it has the right packages and versions, and scripts/setup installs only some extras by itself.
+        fix = pip_command(f"axonn_jax[{extra}]" if extra else name)
         if version is None:
             yield Row(name, "missing", "not installed (optional)", fails, fix)
         elif not satisfies(version, range_):
