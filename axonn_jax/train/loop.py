@@ -54,7 +54,6 @@ class Run:
         self.profile = Profile(config.log.profiled, self.directory, world.rank, self.say, behind=self.start)
         self.pruning = trainer.pruning
         self.pruning.loaded()
-        self.remembered = 1  # the step after which the memory report is written
         self.first_position, self.skipped_in_row = self.train_data.position, 0
         self.lines, self.trackers = JsonLines(warn=self.say), Trackers([], RunFacts(self.directory, ""), self.say)
         self.best, self.samples = Best(), cast(Samples | None, None)
@@ -65,9 +64,8 @@ class Run:
 
     def go(self, stop: StopSignals) -> int:
         """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
-        with (
-            contextlib.ExitStack() as ending
-        ):  # however it ends, trackers are told, and a service shows no run for ever
+        # However it ends, trackers are told, and a service shows no run for ever.
+        with contextlib.ExitStack() as ending:
             self._begin(ending)
             status = self._go(stop)
             self.trackers.finish(status)
@@ -95,7 +93,7 @@ class Run:
         if self.start >= steps:
             self.say(
                 f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
-                "checkpoint.resume never starts anew"
+                "checkpoint.resume = never begins anew"
             )
             self._say_undone()
             return 0
@@ -115,19 +113,20 @@ class Run:
             self.say("compiling the step (the first time takes a while)")
             if self.start == 0 and self.config.checkpoint.weights and self.held_out:
                 self._evaluate(0)  # what training makes better
-            before: StepMetrics | None = None
-            waiting: StepMetrics | None = None
+            before = waiting = cast(StepMetrics | None, None)
             fault = self.train_data.ahead(min(2, steps - self.start))
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
+                if waiting is not None and self.pruning.due(step):  # a look waits, and is no time of either step
+                    mark, waiting = self._report(step - 1, waiting, mark), None
                 self.profile.before(step, before)
                 metrics = self.trainer.step(next(self.train_data))
                 self.profile.after(step, metrics)
+                mark += self.pruning.took()
                 fault = self.train_data.ahead(min(2, steps - step))
                 for line in self.pruning.lines():
                     self.say(line)
-                    self.remembered = step + 1
                 loss, ended = metrics["loss"], waiting is None
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
@@ -231,6 +230,7 @@ class Run:
         why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
         left = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
         self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {left}")
+        self._pictures(step)  # behind the line, since who waits for the end wants to know first what is saved
         return 1 if error else 2 if faults else 128 + number
 
     def _given_up(self, step: int) -> int:
@@ -277,7 +277,7 @@ class Run:
                 **{f"epochs/{name}": own for name, own in self.data.epochs(position, self.shape.seq_len).items()},
             }
             self.trackers.record(step, record)
-        if step == self.remembered:
+        if step == self.pruning.pruned_at + 1:
             write_memory(self.engine.memory(), self.directory, self.say)
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now

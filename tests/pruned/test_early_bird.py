@@ -79,6 +79,16 @@ def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
     assert np.isfinite(float(trainer.step(batches(1)[0])["loss"]))
 
 
+def test_the_time_of_a_look_is_kept_apart_from_that_of_its_step():
+    config = ax.PruneConfig(density=DENSITY, method="early_bird", every=EVERY)
+    trainer = make_trainer(model(), optimizer(), grids.lay(GridShape()), prune=config)
+    for step, batch in enumerate(batches(EVERY), start=1):
+        due = trainer.pruning.due(step)
+        trainer.step(batch)
+        assert (trainer.pruning.took() > 0) == due == (step == EVERY)
+    assert trainer.pruning.took() == 0
+
+
 def test_thresholds_of_the_test_are_between_never_and_at_once(recorded):
     steps = [by_the_rule(recorded, threshold)[0] for threshold in (0.0, 0.16, 0.32, 1.0)]
     assert steps[0] is None

@@ -49,6 +49,7 @@ def test_a_search_that_is_interrupted_says_so_and_a_run_that_was_never_pruned(tr
     last = train("search", *search, "--train.steps", "10", "--prune.threshold", "1")
     assert "step 10: pruned 8 kernels to 0.05" in last
     assert "never pruned" not in last
+    assert [text.count("memory of a device") for text in (first, again, last)] == [1, 0, 0]  # no look brings it again
 
 
 def test_a_pipeline_says_what_is_pruned_and_refuses_another_density(train):

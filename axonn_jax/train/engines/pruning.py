@@ -35,6 +35,9 @@ class Pruning:
         self._sync: HostSync = host_sync(engine.grid) if config.prunes else LocalSync()
         self._last: int | None = None
         """The step of the last call of `at`."""
+        self.pruned_at = 0
+        """The step behind which the run was pruned, 0 for one that was not, or that began so."""
+        self._took = 0.0
         self._lines: deque[str] = deque(maxlen=_LINES)
         files = set(self._sync.gather("there" if Path(config.mask_file).is_file() else "") if config.mask_file else [])
         if len(files) > 1:
@@ -76,17 +79,33 @@ class Pruning:
         Collectives: those of `pruned.masks`.
         """
         self.check_masks()
-        config = self._config
-        if not self._waits or step < config.at_step or step == self._last:
+        if not self._waits or step < self._config.at_step or step == self._last:
             return
         resumed, self._last = self._last is None and step > 0, step
-        began = time.monotonic()
-        if config.method != "early_bird":
-            self._prune(began)
-            return
-        if resumed:
+        if resumed and self._config.method == "early_bird":
             self._lines.append(f"step {step}: the search for a mask begins anew: checkpoints do not have its looks")
-        if step == 0 or step % config.every:
+        if not self.due(step):
+            return
+        # The step is waited for, which is no time of the look.
+        jax.block_until_ready([store.masters for store in self._engine.stores.values()])
+        began = time.monotonic()
+        self._look(step, began)
+        self._took += time.monotonic() - began
+
+    def due(self, step: int) -> bool:
+        """Return True if weights are looked at behind a step, which waits for it."""
+        config = self._config
+        searches = config.method == "early_bird"
+        return self._waits and step >= config.at_step and (not searches or (step > 0 and step % config.every == 0))
+
+    def took(self) -> float:
+        """Return the seconds of all looks since the call before."""
+        took, self._took = self._took, 0.0
+        return took
+
+    def _look(self, step: int, began: float) -> None:
+        if self._config.method != "early_bird":
+            self._prune(began)
             return
         masks = {name: mask for store in self._engine.stores.values() for name, mask in store.masks().items()}
         if self._search.done(masks):
@@ -120,7 +139,7 @@ class Pruning:
     def _prune(self, began: float) -> None:
         for store in self._engine.stores.values():
             store.reform()
-        self._search = EarlyBird(self._config.threshold)
+        self._search, self.pruned_at = EarlyBird(self._config.threshold), self._last or 0
         held, took = kept_of(self._engine, self._sync, self._config.density), time.monotonic() - began
         what = f"pruned {held.kernels} kernels to {self._config.density:.3g}"
         self._lines.append(f"step {self._last}: {what} in {took:.1f} s")
