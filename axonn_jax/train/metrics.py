@@ -216,27 +216,17 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
         axes.plot(steps, _running_mean(losses), color="tab:blue", linewidth=1.8, label="running mean")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label="held-out loss")
-        step, loss = held_out[-1]
-        axes.annotate(f"{loss:.3f}", (step, loss), xytext=(-4, 8), textcoords="offset points", ha="right")
+        label = f"held-out loss, {held_out[-1][1]:.3f} at last"  # in the legend no number is written over another
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label=label)
     if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"unigram entropy of the held-out text: {unigram_entropy:.3f}",
-            (0.99, unigram_entropy),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color="gray",
-            fontsize=9,
-        )
+        label = f"unigram entropy of the held-out text, {unigram_entropy:.3f}"
+        axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")
     axes.set_title(f"{directory.name}")
     axes.grid(alpha=0.25)
-    if train or held_out:  # matplotlib warns of a legend without a line
-        axes.legend(loc="upper right" if unigram_entropy is None else "best")
+    if axes.lines:  # matplotlib warns of a legend without a line
+        axes.legend(loc="best")
     path = directory / "loss.png"
     save_picture(figure, path)
     return path
