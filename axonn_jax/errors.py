@@ -29,10 +29,8 @@ class UserError(ValueError):
         super().__init__(without_credentials(line))
 
 
-_MOST = 300
-"""Shown characters of a field or value; a file may hold texts of any length."""
-_CLOSE = 0.65
-"""Least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2."""
+_MOST = 300  # shown characters of a field or value; a file may hold texts of any length
+_CLOSE = 0.65  # least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2
 
 _NAMES_ELSEWHERE = {
     "pipe": "pp g_inter pipeline_model_parallel_size pipeline_parallel_degree",
@@ -69,7 +67,7 @@ _NOWHERE = {"cp": "context parallelism", "context_parallel_size": "context paral
 def _shown(value: object) -> str:
     try:
         if isinstance(value, list | dict):
-            return reprlib.repr(value)
+            return " ".join(reprlib.repr(value).split())
         return repr(value) if isinstance(value, str) else " ".join(str(value).split())
     except (ValueError, RecursionError):  # integers of thousands of digits, tables in tables
         return "(too large to show)"
@@ -178,7 +176,8 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # one is missing or unknown, which Python itself says
+        except TypeError:  # one is missing or unknown, which Python itself says of what is near to none
+            near_arguments(function.__qualname__.removesuffix(".__init__"), kwargs, signature.parameters)
             return function(*args, **kwargs)
         for name, value in bound.arguments.items():
             hint, kind = hints().get(name, Any), signature.parameters[name].kind
@@ -192,6 +191,13 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
         return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def near_arguments(of: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise ``UserError`` for an argument that a function does not have, with the known one that is meant, if any."""
+    for name in given.keys() - {*known}:
+        if hint := nearest(name, known):
+            raise UserError(name, given[name], f"no argument of {of}{hint}")
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
@@ -213,6 +219,8 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(each, value) for each in inner)
     if kind is Literal:
         return type(value) is type(inner[0]) and value in inner
+    if kind in (Iterable, Sequence) and isinstance(value, Mapping):  # its entries are keys, which nobody means
+        return False
     if kind in _MEMBERS:
         return any(hasattr(value, member) for member in _MEMBERS[kind])
     try:
@@ -234,8 +242,7 @@ def _accepted(hint: Any, value: Any) -> str:
 
 def first_of(names: Sequence[object], separator: str = ", ") -> str:
     """Return the first five names as one text, with the number of others."""
-    more = [f"and {len(names) - 5} more"] if len(names) > 5 else []
-    return separator.join([*map(str, names[:5]), *more])
+    return separator.join([*map(str, names[:5]), *([f"and {len(names) - 5} more"] if len(names) > 5 else [])])
 
 
 def first_line(error: BaseException) -> str:
@@ -250,8 +257,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if hint := named_elsewhere(word, known):
         return hint
     names, word = {name.lstrip("-").lower(): name for name in known}, word.lstrip("-").lower()
-    own = word.rpartition(".")[2]
-    table = word.removesuffix(own)
+    table = word.removesuffix(own := word.rpartition(".")[2])
     if below := {key.removeprefix(table): name for key, name in names.items() if table and key.startswith(table)}:
         names, word = below, own
     longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
@@ -271,8 +277,7 @@ def named_elsewhere(word: str, known: Iterable[str]) -> str:
     end = name.rpartition(".")[2]
     # A name with its table is one of several that end alike; those of one table come without it.
     keys = (key for key in known if key.lstrip("-") in (name, end) or (name == end and key.endswith(f".{end}")))
-    key = next(keys, None) if name else None
-    return "" if key is None else _meant(key)
+    return next(map(_meant, keys), "") if name else ""
 
 
 def _meant(name: str) -> str:

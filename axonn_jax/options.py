@@ -11,9 +11,9 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest, plain
+from axonn_jax.errors import NOT_GIVEN, UserError, local_path, near_arguments, nearest, plain
 
 T = TypeVar("T")
 
@@ -124,6 +124,11 @@ class Settings:
 
     table = ""
     """Name of the table in errors."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Name the setting that a wrong name is near to, before Python refuses it."""
+        near_arguments(cls.__name__, given, [field.name for field in fields(cast(Any, cls))])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         kind: Any = type(self)

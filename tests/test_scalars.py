@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import re
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -15,7 +16,7 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax.distributed.host_sync import LOCK
 from axonn_jax.documents import held, made
-from axonn_jax.errors import integer, plain, typed_arguments
+from axonn_jax.errors import UserError, integer, plain, typed_arguments
 
 
 class Name(enum.StrEnum):
@@ -124,6 +125,32 @@ def test_every_public_function_of_scalars_has_its_arguments_checked():
         if function.__code__ is not CHECKED and any(map(scalars, hints.values())):
             unchecked.add(name)
     assert not unchecked
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda: ax.init(dp=2), "dp = 2: no argument of init; did you mean 'data'?"),
+        (lambda: ax.MemoryConfig(zer=1), "zer = 1: no argument of MemoryConfig; did you mean 'zero'?"),
+        (lambda: ax.Trainer(microbatch=2), "microbatch = 2: no argument of Trainer; did you mean 'microbatches'?"),
+    ],
+)
+def test_an_argument_near_to_a_known_one_is_one_line(call, line):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+        call()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'qqq'"):
+        ax.MemoryConfig(qqq=1)
+
+
+def test_what_is_no_list_of_batches_and_no_transformation_is_refused(trainer):
+    with pytest.raises(UserError, match=r"^batches = .*: a list or an iterator$"):
+        trainer.evaluate({"x": np.ones((2, 2))})
+    with pytest.raises(UserError, match=r"^batches = 'none': at least one batch$"):
+        trainer.evaluate([])
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(UserError, match=r"^optimizer = 'Optimizer': its .tx, as optax made it$"):
+        ax.Trainer(model, optimizer, trainer.engine.grid, loss=lambda m, b: m(b).mean())
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,9 @@ def check_optimizer_type(optimizer: Any) -> None:
     if isinstance(optimizer, optax.MultiSteps):
         raise UserError("optimizer", "MultiSteps", "the transformation inside it, with microbatches= for its steps")
     if not isinstance(optimizer, GradientTransformation):
-        raise UserError("optimizer", type(optimizer).__name__, _DRIVEN)
+        # An nnx.Optimizer and a TrainState have the transformation in them.
+        accepted = "its .tx, as optax made it" if hasattr(optimizer, "tx") else _DRIVEN
+        raise UserError("optimizer", type(optimizer).__name__, accepted)
 
 
 def check_update(optimizer: GradientTransformation, params: Arrays) -> None:

@@ -110,8 +110,7 @@ class Trainer:
         train = TrainConfig(ema=ema, clip=clip, seed=seed)
         check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         check_resident(memory.resident_bytes)
-        if ema:
-            optimizer = averaging(optimizer, ema)
+        optimizer = averaging(optimizer, ema) if ema else optimizer
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
         given: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
@@ -120,9 +119,8 @@ class Trainer:
         with grid.entered():
             if loss is not None:
                 given |= {"weight": weight, "rows": rows, "wrt": wrt}
-                engine = SpmdEngine(
-                    loss_job(model, optimizer, grid, loss=loss, **given), grid, seed=seed, memory=memory
-                )
+                job = loss_job(model, optimizer, grid, loss=loss, **given)
+                engine = SpmdEngine(job, grid, seed=seed, memory=memory)
                 self.engine, self._numbers = engine, engine.numbers
             elif grid.shape.pipe > 1:
                 self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)
@@ -222,6 +220,8 @@ class Trainer:
                     own = self._numbers
                     given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
                 results.append(bounded(given))
+        if not results:
+            raise UserError("batches", "none", "at least one batch")
         mean, numbers = means(results)
         return (mean, numbers) if aux else mean
 
