@@ -34,7 +34,8 @@ def run(args: Inspect) -> int:
     folder = inside if inside.is_dir() else args.run_dir
     paths = [folder] if step_of(folder) is not None and folder.is_dir() else all_steps(folder)
     if not paths:
-        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with checkpoints/step_N")
+        accepted = "an existing directory left by `axonn-jax train`, with checkpoints/step_N"
+        raise UserError("RUN_DIR", str(args.run_dir), accepted)
     rows = [_row(path, args.fast) for path in paths]
     left = sorted(p.name for p in folder.iterdir() if p.name.startswith(("unfinished_", "removed_", "aside_")))
     if args.json:

@@ -59,7 +59,8 @@ def run(args: Prune) -> int:
     if not 0 < args.density < 1 and not args.mask_file:
         raise UserError("--density", args.density, "a number above 0 and below 1")
     if not (args.run_dir / "config.toml").is_file():
-        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
+        accepted = "an existing directory left by `axonn-jax train`, with a config.toml"
+        raise UserError("RUN_DIR", str(args.run_dir), accepted)
     given = (
         {"mask_file": args.mask_file, "method": "file"}
         if args.mask_file

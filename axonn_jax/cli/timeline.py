@@ -43,7 +43,7 @@ def run(args: Timeline) -> int:
         UserError: the directory is missing or has no timeline, or the step is not recorded.
     """
     if not args.run_dir.is_dir():
-        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by a pipelined `axonn-jax train`")
+        raise UserError("RUN_DIR", str(args.run_dir), "an existing directory left by a pipelined `axonn-jax train`")
     recorded = read_trace(args.run_dir / TIMELINE)
     # A step that was stopped before its first task has nothing to show.
     steps = sorted({span.step for span in recorded if span.is_task and span.end > span.start})

@@ -131,7 +131,8 @@ def read_trace(path: Path) -> list[Span]:
             spans.append(_span(parse_json(line[0].strip(b"\n,"))))
         return merge([spans])
     except FileNotFoundError:
-        raise UserError(TIMELINE, str(path), "a file; only a pipelined run (grid.pipe above 1) leaves one") from None
+        accepted = "an existing file; a pipelined run (grid.pipe above 1) leaves it where it ends"
+        raise UserError(TIMELINE, str(path), accepted) from None
     except OSError as error:
         raise UserError(TIMELINE, str(path), f"a file that can be read ({error.strerror})") from None
     except ValueError as error:

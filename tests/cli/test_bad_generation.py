@@ -111,7 +111,7 @@ def test_prompts(run_dir, place, refused):
 
 @pytest.mark.parametrize(("command", "more"), [("generate", ["--prompt", "x"]), ("loki", ["--data", "nowhere"])])
 def test_directories(run_dir, place, refused, command, more):
-    says = "a directory left by `axonn-jax train`"
+    says = "an existing directory left by `axonn-jax train`"
     refused([command, "nowhere", *more], "RUN_DIR = 'nowhere': ", says)
     refused([command, "run/config.toml", *more], "RUN_DIR = 'run/config.toml': ", says)
     refused([command, *more], "RUN_DIR = (not given): required")

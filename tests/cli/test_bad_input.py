@@ -241,7 +241,7 @@ COMMANDS = {
         ["--model = 'none.toml': a configuration (.toml), the directory of a run"],
     ),
     "prune: nothing given": (["prune"], ["RUN_DIR, OUT_DIR = (not given): required"]),
-    "prune: no run": (["prune", "none", "out"], ["RUN_DIR = 'none': a directory left by `axonn-jax train`"]),
+    "prune: no run": (["prune", "none", "out"], ["RUN_DIR = 'none': an existing directory left by `axonn-jax train`"]),
     "prune: all kept": (["prune", "none", "out", "--density", "1"], ["--density = 1.0: a number above 0 and below 1"]),
     "prune: a scope": (["prune", "none", "out", "--scope", "row"], ["--scope = 'row': one of layer, global"]),
     "doctor: unknown flag": (["doctor", "--jason"], ["--jason", "did you mean '--json'?"]),

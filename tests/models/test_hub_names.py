@@ -30,7 +30,10 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch, tmp_path, capsys):
             "SOURCE = 'runs/typo': an existing folder or file, or a pattern",
         ),
         (["prepare", "runs", "out", "--tokenizer", "runs/typo"], "--tokenizer = 'runs/typo': "),
-        (["convert", "runs/typo", "out"], "SOURCE = 'runs/typo': a directory of a Hugging Face model or of a run"),
+        (
+            ["convert", "runs/typo", "out"],
+            "SOURCE = 'runs/typo': an existing directory of a Hugging Face model or of",
+        ),
     ],
 )
 def test_a_path_in_a_folder_that_is_there_is_not_asked_for(tmp_path, monkeypatch, capsys, words, says):

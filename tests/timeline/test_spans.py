@@ -305,7 +305,7 @@ def test_bytes_and_directories_are_no_trace(tmp_path):
         read_trace(tmp_path / "bytes")
     with pytest.raises(UserError, match=r"^timeline.json = .*: a whole trace .*; not a regular file$"):
         read_trace(tmp_path)
-    with pytest.raises(UserError, match=r"only a pipelined run \(grid.pipe above 1\) leaves one"):
+    with pytest.raises(UserError, match=r"a pipelined run \(grid.pipe above 1\) leaves it where it ends"):
         read_trace(tmp_path / "timeline.json")
 
 

@@ -72,7 +72,7 @@ def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
     """Return RUN_DIR and --base, in the place of names on the Hub their directories in its cache."""
     from axonn_jax.models.huggingface.hub import found
 
-    run_dir = found(run_dir, "RUN_DIR", "a directory left by `axonn-jax train` or `convert`")
+    run_dir = found(run_dir, "RUN_DIR", "an existing directory left by `axonn-jax train` or `convert`")
     return run_dir, base and found(base, "--base", "the directory of the adapters' base")
 
 

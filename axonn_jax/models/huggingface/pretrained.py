@@ -108,7 +108,7 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
     path = Path(directory)
     if is_pretrained(path):
         return shape_from_config(read_config(path, field))
-    shape, why = None, "a directory left by `axonn-jax train`, with a config.toml; a pretrained one, or a step_N"
+    shape, why = None, "an existing directory left by `axonn-jax train`, with config.toml; a pretrained one or a step_N"
     try:
         if (path / "config.toml").is_file():
             shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode("utf-8-sig")})
