@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as `2 processes`; of regular nouns."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def say(text: str) -> None:
     """Print lines on standard error in one write, without passwords; without a reader work goes on."""
     with unheard():

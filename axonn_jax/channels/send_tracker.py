@@ -6,6 +6,7 @@ import threading
 from axonn_jax.channels.base import ChannelClosed
 from axonn_jax.errors import first_of
 from axonn_jax.schedule.tasks import Message
+from axonn_jax.terminal import counted
 
 
 class SendTracker:
@@ -67,7 +68,8 @@ class SendTracker:
             done = self._changed.wait_for(lambda: not self._unsent or self._error is not None, timeout)
             left = list(self._unsent.values())
         if self._error is not None:
-            raise ChannelClosed(f"{self._name} channel: failed, {len(left)} message(s) unsent") from self._error
+            unsent = f"{counted(len(left), 'message')} unsent"
+            raise ChannelClosed(f"{self._name} channel: failed, {unsent}") from self._error
         if not done:
             left_by = f"not taken by their receivers within {timeout:g} s: {first_of(left, '; ')}"
-            raise TimeoutError(f"{self._name} channel: {len(left)} message(s) {left_by}")
+            raise TimeoutError(f"{self._name} channel: {counted(len(left), 'message')} {left_by}")

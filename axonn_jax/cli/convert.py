@@ -14,7 +14,7 @@ from axonn_jax.cli.compare import compare
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
-from axonn_jax.terminal import Ticker, printable, say, size
+from axonn_jax.terminal import Ticker, counted, printable, say, size
 
 if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
@@ -79,7 +79,7 @@ def run(args: Convert) -> int:
         raise UserError("--base", str(args.base), "left out without --merge")
     from axonn_jax.models.huggingface.hub import check_push, found, push
 
-    began, accepted = time.perf_counter(), "a directory of a Hugging Face model or of a run"
+    began, accepted = time.perf_counter(), "an existing directory of a Hugging Face model or of a run"
     base = args.base and found(args.base, "--base", "the directory of the adapters' base")
     args = replace(args, source=found(args.source, "SOURCE", accepted), base=base)
     if not args.source.is_dir():
@@ -282,7 +282,7 @@ def _lines(result: Mapping[str, Any]) -> str:
         return f"{result['parameters']:,} parameters of adapters, {size(result['bytes'])}\n{written}"
     count, stored = f"{result['parameters']:,} parameters", f"{size(result['bytes'])} of {result['dtype']}"
     noun = "a directory to train from" if result["to"] == "run" else "a Hugging Face model"
-    lines = [f"{count}, {stored} in {result['files']} file(s)"]
+    lines = [f"{count}, {stored} in {counted(result['files'], 'file')}"]
     if "largest_difference" in result:
         pair = f"{result['largest_difference']:.3g}, of logits up to {result['largest_logit']:.3g}"
         lines.append(f"largest difference of logits to transformers: {pair}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from axonn_jax.errors import UserError
+from axonn_jax.terminal import counted
 
 View = tuple[str, ...] | None
 """Identifiers of a process's visible GPUs, by index; None where jax chooses."""
@@ -53,8 +54,8 @@ def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, 
         if each * len(ranks) > len(gpus) or each == 0:
             raise UserError(
                 f"GPUs seen by {_named(ranks)}", len(gpus),
-                f"at least {max(each, 1) * len(ranks)}, {max(each, 1)} for each of {len(ranks)} process(es); start "
-                "fewer processes on a host, or give the grid fewer devices for each",
+                f"at least {max(each, 1) * len(ranks)}, {max(each, 1)} for each of {counted(len(ranks), 'process')}; "
+                "start fewer processes on a host, or give the grid fewer devices for each",
             )  # fmt: skip
         order = views[ranks[0]] or ()
         for index, rank in enumerate(ranks):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import gcd, prod
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,9 @@ def start(
         _make_cpu_devices(shape.devices)
     else:
         if shape.devices % world.size:
-            raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
+            data = shape.data * world.size // gcd(world.size, shape.devices)
+            accepted = f"a product that {world.size} processes divide, such as with grid.data = {data}"
+            raise UserError("grid", shape, accepted)
         if not taken:
             join(world)
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
@@ -171,8 +173,8 @@ def _start_stage(shape: GridShape, world: World, channel: ChannelName) -> Grid:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) != shape.stage_devices:
         raise UserError(
-            "grid", shape, f"data*z*y*x equal to the devices of a stage, which has {len(devices)} "
-            f"{devices[0].platform} device(s) in {per_stage} processes; this is {shape.stage_devices}",
+            "grid", shape, f"data*z*y*x equal to the devices of a stage, which has {_counted(devices)} "
+            f"in {terminal.counted(per_stage, 'process')}; this is {shape.stage_devices}",
         )  # fmt: skip
     mesh = build_mesh(shape, devices)
     if per_stage > 1:
@@ -221,18 +223,20 @@ def _devices(shape: GridShape, world: World) -> Sequence[object]:
     if virtual and len(devices) > shape.devices:
         return devices[: shape.devices]
     if len(devices) != shape.devices:
-        where = f"{len(devices)} {devices[0].platform} device(s) in {world.size} process(es)"
+        where = f"{_counted(devices)} in {terminal.counted(world.size, 'process')}"
         hint = ""
         if virtual:
-            hint = (
-                "; jax makes its CPU devices once: in a notebook restart the kernel and call init for the largest grid "
-                "first, in a script call it before any other use of jax, or set jax_num_cpu_devices"
-            )
+            hint = "; jax makes its CPU devices once: in a notebook restart the kernel and call init for the largest "
+            hint += "grid first, in a script call it before any other use of jax, or set jax_num_cpu_devices"
         elif world.size == 1:
             hint = "; JAX_PLATFORMS=cpu rehearses any grid on virtual CPU devices"
         raise UserError("grid", shape, f"a product equal to the device count, {where}; this is {shape.devices}{hint}")
     # By process, then by device: `x`, the fastest axis, stays inside a process where it can.
     return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def _counted(devices: Sequence[jax.Device]) -> str:
+    return terminal.counted(len(devices), f"{devices[0].platform} device")
 
 
 def _joined() -> World:

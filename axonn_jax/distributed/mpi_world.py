@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from axonn_jax.distributed.network import keep_mpi_local, offer
 from axonn_jax.distributed.processes import World, binding_notice
 from axonn_jax.errors import UserError
+from axonn_jax.terminal import counted
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -99,7 +100,7 @@ def world_comm(world: World) -> "MPI.Intracomm":
     if MPI.COMM_WORLD.Get_size() != world.size:
         raise UserError(
             "grid.pipe", "above 1 in several processes",
-            f"a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees {MPI.COMM_WORLD.Get_size()} "
-            f"process(es), {world.source} {world.size}",
+            "a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees "
+            f"{counted(MPI.COMM_WORLD.Get_size(), 'process')}, {world.source} {world.size}",
         )  # fmt: skip
     return MPI.COMM_WORLD

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError, integer
+from axonn_jax.terminal import counted
 
 SLURM_STEP = (
     "SLURM_JOB_ID",
@@ -50,7 +51,7 @@ class World:
     """Line for people about a slow setting of the launcher; empty without one."""
 
     def __str__(self) -> str:
-        processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
+        processes = counted(self.size, "process") + (f" on {counted(self.hosts, 'host')}" if self.size > 1 else "")
         return f"{processes}, by {self.source}: {self.why}"
 
 

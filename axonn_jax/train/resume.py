@@ -24,6 +24,7 @@ from axonn_jax.experts.upcycle import other_function
 from axonn_jax.models.huggingface.hub import commit_of, found
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
+from axonn_jax.terminal import counted
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.base import facts_of, take
@@ -77,7 +78,7 @@ class Checkpoints:
         if self.saved_step:
             self.saver.resumed(step)
         facts, updates = checkpoint.manifest, step - int(self._engine.state().get(f"{SCALE}skipped", 0))
-        saved = f"(saved on grid {facts.grid}, {facts.processes} process(es))"
+        saved = f"(saved on grid {facts.grid}, {counted(facts.processes, 'process')})"
         saved += changed_rate(self._config.train, facts.run.get("config"), updates)
         self._say(f"resumed at step {step} from {checkpoint.path} {saved}")
         return int(facts.run["position"])

@@ -161,7 +161,7 @@ GPUS = "import json; from axonn_jax.cli.doctor.checks import gpu_shares; print(j
     [
         (1, "0,1", "ok", "rank 0 takes 0,1 of 2 (GPU-a, GPU-b)"),
         (2, "3,2,1,0", "ok", "rank 0 takes 0,1 of 4 (GPU-d, GPU-c); rank 1 takes 2,3 of 4 (GPU-b, GPU-a)"),
-        (3, "1,2", "warning", "GPUs seen by ranks 0, 1, 2 = 2: at least 3, 1 for each of 3 process(es)"),
+        (3, "1,2", "warning", "GPUs seen by ranks 0, 1, 2 = 2: at least 3, 1 for each of 3 processes"),
     ],
 )
 def test_each_rank_says_which_gpus_all_would_take(

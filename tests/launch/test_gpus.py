@@ -223,7 +223,7 @@ def told(text):
         (
             {"pipe": 2, "x": 2},
             "0,1",
-            ["GPUs seen by ranks 0, 1, 2, 3 = 2: at least 4, 1 for each of 4 process(es)"] * 4,
+            ["GPUs seen by ranks 0, 1, 2, 3 = 2: at least 4, 1 for each of 4 processes"] * 4,
         ),
     ],
 )

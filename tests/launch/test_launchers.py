@@ -9,7 +9,7 @@ from launched import AXONN, finished
 CONFIG = '[model]\nlayers = 1\nhidden = 8\nheads = 1\nseq_len = 8\n[data]\npath = "none"\n[log]\ndir = "run"\n'
 CONFIG += "[grid]\ndata = 2\n"
 VERSIONS = {"Open MPI": "mpirun (Open MPI) 5.0.11", "Hydra": "HYDRA build details:\\n    Version: 5.0.0"}
-MEET = "2 processes on 1 host(s), by MPI: x; 2 x cpu (cpu); grid pipe 1 x data 2"
+MEET = "2 processes on 1 host, by MPI: x; 2 x cpu (cpu); grid pipe 1 x data 2"
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_pipeline_where_slurm_has_no_pmix_begins_under_mpirun_with_a_line(in_s
 
 @pytest.mark.parametrize("status", [138, 143])
 def test_a_job_that_a_signal_made_save_is_not_started_again(in_slurm, status):
-    line = "2 processes on 1 host(s), by Slurm: x; 2 x cpu (cpu); grid pipe 1 x data 2"
+    line = "2 processes on 1 host, by Slurm: x; 2 x cpu (cpu); grid pipe 1 x data 2"
     done, asked = in_slurm(f"echo '{line}'; exit {status}", "-n", "2", "c.toml")
     assert (done.returncode, len(asked)) == (status, 1)
 

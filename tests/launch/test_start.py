@@ -130,7 +130,7 @@ def test_a_grid_that_is_not_the_device_count_is_refused(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     done = finished(words("x=4"))
     assert done.returncode == 1
-    assert re.search(r"refused: grid = .*device count, 2 cpu device\(s\).*this is 4", done.stderr)
+    assert re.search(r"refused: grid = .*device count, 2 cpu devices in 1 process;.*this is 4", done.stderr)
 
 
 def test_import_starts_nothing():

@@ -48,7 +48,7 @@ def test_the_curve_is_that_of_one_process_and_one_stage(name, run_of, one_proces
     assert losses[-1] < losses[0] - FALLS.get(model, 0.0)
     steps = len(losses)
     assert steps == MODELS[model][1].get("train_steps", 20)
-    assert f"{ranks} processes on 1 host(s), by MPI" in err
+    assert f"{ranks} processes on 1 host, by MPI" in err
     assert ("grid_pipe" in options) == (f"channel {options.get('pipeline_channel', 'mpi4py')}" in err)
     assert err.count(f"step {steps}/{steps}") == 1  # only rank 0 speaks
     assert not errors(err)

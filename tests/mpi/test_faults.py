@@ -254,5 +254,5 @@ def test_processes_that_mpi_does_not_join_are_refused(prepared, tmp_path):
     both = together(lambda rank: words, slurm_tasks(), seconds=60)
     assert [done.returncode for done in both] == [2, 2], both
     (line,) = errors(both[0].stderr)
-    assert "a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees 1 process(es), Slurm 2" in line
+    assert "a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees 1 process, Slurm 2" in line
     assert not (tmp_path / "run").exists()

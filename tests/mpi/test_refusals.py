@@ -66,12 +66,13 @@ def test_a_run_directory_that_the_processes_do_not_share_is_refused(plain, tmp_p
         (3, {"grid_pipe": 2}, "grid.pipe = 2: a divisor of the 3 processes"),
         pytest.param(2, {"grid_pipe": 4}, "grid.pipe = 4: a divisor of the 2 processes", marks=slow),
         pytest.param(4, {"grid_pipe": 2}, "stages of a multiple of 2 devices, their number of processes", marks=slow),
-        (4, {"grid_pipe": 2, "grid_x": 4}, "which has 2 cpu device(s) in 2 processes"),
+        (4, {"grid_pipe": 2, "grid_x": 4}, "which has 2 cpu devices in 2 processes"),
         pytest.param(2, {"grid_pipe": 2, "pipeline_channel": "local"},
                      "pipeline.channel = 'local': mpi4py, mpi4jax or auto", marks=slow),
-        (2, {"grid_x": 4}, "2 cpu device(s) in 2 process(es)"),
+        (2, {}, "a product that 2 processes divide, such as with grid.data = 2"),
+        (2, {"grid_x": 4}, "2 cpu devices in 2 processes"),
     ],
-    ids=["three for two", "two for four", "too many", "too few devices of a stage", "local", "too few devices"],
+    ids=["three for two", "two for four", "too many", "too few of a stage", "local", "no grid", "too few devices"],
 )  # fmt: skip
 def test_what_does_not_fit_the_processes_is_one_line(ranks, options, said, plain, tmp_path):
     run = tmp_path / "run"

@@ -14,6 +14,8 @@ from slurm_rig import CORES, SBIN, Slurm, until
 from test_two_hosts import hosts as hosts
 from test_two_hosts import why_not
 
+from axonn_jax.terminal import counted
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -82,7 +84,7 @@ def test_a_job_that_slurm_ends_saves_and_the_next_goes_on(way, slurm, config, tm
         step = saved(run)
         assert "starting again" not in slurm.output(job)
         hosts = 2 if "--nodes=2" in tasks else 1
-        assert f"2 processes on {hosts} host(s), by Slurm" in slurm.output(job)
+        assert f"2 processes on {counted(hosts, 'host')}, by Slurm" in slurm.output(job)
 
 
 def test_a_job_told_before_its_time_limit_goes_to_the_queue_again(slurm, config, tmp_path):
@@ -106,7 +108,7 @@ def test_the_file_of_launch_saves_before_its_limit_and_goes_on(slurm, config, tm
     assert re.search(rf"Requeue=1[\s\S]* NumNodes={nodes}[\s\S]* NumTasks=2 ", shown), shown
     slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*" + TRAINS)
     assert f"resumed at step {saved(run)} " in slurm.output(job)
-    assert f"2 processes on {nodes} host(s), by Slurm" in slurm.output(job)
+    assert f"2 processes on {counted(nodes, 'host')}, by Slurm" in slurm.output(job)
     slurm.run("scancel", job)
     slurm.wait_until_gone(job)
 

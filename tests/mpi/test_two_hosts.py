@@ -142,7 +142,7 @@ def test_the_curve_across_two_hosts_is_that_of_one_process(ranks, axes, hosts, c
     (losses, _, held_out), want = curves(tmp_path / "run"), curves(one_process("gpt"))
     np.testing.assert_allclose(losses, want[0], rtol=TOLERANCE)
     np.testing.assert_allclose(held_out, want[2], rtol=TOLERANCE)
-    assert f"{ranks} processes on 2 host(s), by MPI" in done.stderr
+    assert f"{ranks} processes on 2 hosts, by MPI" in done.stderr
 
 
 def of_the_page(own, *processes):
@@ -196,7 +196,7 @@ def test_the_lines_of_the_page_train_on_both_hosts_and_save_at_sigterm(hosts, pr
     words = [*AXONN, *shlex.split(train)[1:], *short.split()]
     with Launched(hosts.on(hosts.names[0], ["env", f"PRTE_MCA_plm_ssh_agent={hosts.agent}", *words]), tmp_path) as run:
         run.wait_for("step 1/")
-        assert "4 processes on 2 host(s), by MPI" in run.stderr
+        assert "4 processes on 2 hosts, by MPI" in run.stderr
         run.mpirun.send_signal(signal.SIGTERM)
         assert run.mpirun.wait(60) == 128 + signal.SIGTERM, run.stderr
         assert complete(Path("runs/hosts")) > 0

@@ -31,7 +31,7 @@ from axonn_jax.planner.machines.machine import (
 )
 from axonn_jax.planner.machines.machine_file import dumps_machine, loads_machine
 from axonn_jax.tensor.kernel_choice import choose_form
-from axonn_jax.terminal import libraries_on_stderr
+from axonn_jax.terminal import counted, libraries_on_stderr
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         name="calibrated",
         title=f"{count} x {figures['device']}, measured",
         sources=(
-            f"axonn-jax calibrate {__version__} in {figures['processes']} process(es) on {platform.machine()}, "
+            f"axonn-jax calibrate {__version__} in {counted(figures['processes'], 'process')} on {platform.machine()}, "
             f"jax {figures['versions']['jax']}",
             "peaks are the best measured matmul rates; a node is taken to be all that was measured",
         ),
@@ -243,8 +243,9 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
 
 
 def _table(figures: Mapping[str, Any]) -> str:
+    processes = counted(figures["processes"], "process")
     lines = [
-        f"{figures['devices']} x {figures['device']} in {figures['processes']} process(es), all at work at once",
+        f"{figures['devices']} x {figures['device']} in {processes}, all at work at once",
         "",
     ]
     for name, rates in figures["matmul_flops_per_s"].items():
