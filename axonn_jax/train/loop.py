@@ -93,7 +93,7 @@ class Run:
         if self.start >= steps:
             self.say(
                 f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
-                "checkpoint.resume = never begins anew"
+                "checkpoint.resume = 'never' begins anew"
             )
             self._say_undone()
             return 0
