@@ -192,7 +192,7 @@ def test_what_is_broken_or_hostile_is_one_line(case, place, refused):
 
 
 ARGUMENTS = {
-    "nothing": (["convert", "nowhere", "out"], "SOURCE = 'nowhere': a directory"),
+    "nothing": (["convert", "nowhere", "out"], "SOURCE = 'nowhere': an existing directory"),
     "an empty directory": (["convert", ".", "out"], "SOURCE = '.': a step_N, or a run directory"),
     "inside": (["convert", "hf", "hf"], "DEST = ", "a directory other than SOURCE"),
     "dtype": (["convert", "hf", "out", "--dtype", "fp16"], "--dtype = 'fp16': one of keep, bf16, fp32"),
