@@ -127,6 +127,22 @@ def only_with_many(model, batch):
     return jnp.where(count > ROWS // 3, (cross_entropy(model, batch) * batch["mask"]).sum() / count, 0.0)
 
 
+def doubled_over_rows(model, batch):
+    return lax.scan(lambda total, value: (total + total + value, None), 0.0, cross_entropy(model, batch))[0]
+
+
+def one_row_behind(model, batch):
+    def one(carry, value):
+        _, total = carry
+        return (total, total + value), None
+
+    return lax.scan(one, (0.0, 0.0), cross_entropy(model, batch))[0][0] / len(batch["x"])
+
+
+def mean_over_a_floor(model, batch):
+    return (cross_entropy(model, batch) * batch["mask"]).mean() / jnp.maximum(batch["mask"].mean(), 1)
+
+
 def neighbours_in_pairs(model, batch):
     score = model(batch["x"])[:, 0]
     return -jax.nn.log_sigmoid(score[0::2] - score[1::2]).mean()
@@ -245,6 +261,10 @@ IDIOMS = {
     ),
     "mean of a mask or 0": Idiom(safe_mean, "proven", weight=counted),
     "mean of a mask of many": Idiom(only_with_many, "coupled", "no sum over rows", counted),
+    "weight= that is no sum": Idiom(
+        lambda m, b: cross_entropy(m, b).mean(), "not understood", "weight=, ", lambda b: jnp.sqrt(b["mask"].sum())
+    ),
+    "a mean over a floor of 1": Idiom(mean_over_a_floor, "coupled", "no sum over rows (max, ", counted),
     "mean by task": Idiom(mean_by_task, "coupled", "no sum over rows"),
     "mask over its columns": Idiom(mask_over_its_columns, "coupled", "(div, "),
     "class weights by bincount": Idiom(class_weights, "coupled", "(gather, "),
@@ -257,6 +277,8 @@ IDIOMS = {
     "lax.map over rows": Idiom(mapped_over_rows, "proven"),
     "lax.scan over rows": Idiom(added_up_over_rows, "proven"),
     "a running mean over rows": Idiom(running_mean, "coupled", "a running sum over rows (mul, "),
+    "a sum that doubles over rows": Idiom(doubled_over_rows, "coupled", "a running sum over rows (add, "),
+    "a sum that is one row behind": Idiom(one_row_behind, "coupled", "what a loop over rows carries"),
     "pairs of neighbours": Idiom(neighbours_in_pairs, "proven"),
     "pairs of halves": Idiom(halves_in_pairs, "coupled", "rows chosen by their place (slice, "),
     "groups of four": Idiom(groups_of_four, "proven"),

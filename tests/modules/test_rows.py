@@ -73,22 +73,6 @@ def test_microbatches_that_change_what_is_learned_are_told(axes, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("axes", [GridShape(data=2), ALL], ids=grids.name)
-def test_statistics_of_microbatches_are_told_and_leave_parts(axes, capfd):
-    class Normed(nnx.Module):
-        def __init__(self):
-            self.first, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(1))
-
-        def __call__(self, x):
-            return self.norm(self.first(x))
-
-    trainer = ax.Trainer(Normed(), optax.sgd(0.1), grids.lay(axes), loss=square, microbatches=3)
-    trainer.step(X)
-    assert trainer.engine.program.way == "parts"
-    said = "rows: the loss runs in parts of the rows; BatchNorm takes statistics of each microbatch; microbatches = 3"
-    assert said in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("kept", [{}, {"zero": 1}, {"offload": "optimizer"}], ids=str)
 def test_half_precision_weights_beside_masters_are_compared(kept, capfd):
     memory = ax.MemoryConfig(precision="bf16", **kept)
@@ -309,51 +293,3 @@ def test_a_loss_that_sees_other_rows_is_known_with_numbers_of_eight_bytes():
     got, want = json.loads(values)
     assert got == pytest.approx(want, rel=1e-6)
     assert way == "whole\n"
-
-
-def not_understood(model, batch):
-    """The largest entry, by a primitive without a rule."""
-    return square(model, batch) + jax.nn.relu(jax.lax.approx_max_k(batch.reshape(-1), 1)[0][0] - 10)
-
-
-def test_the_way_is_kept_by_a_checkpoint_with_its_reason(tmp_path, capfd):
-    """Numbers of the steps before it told; behind it they are alike in all parts, on another grid too."""
-
-    def trainer(axes, loss):
-        return ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(axes), loss=loss)
-
-    first = trainer(GridShape(data=2), not_understood)
-    first.step(X + 20 * (np.arange(ROWS) == 0)[:, None])
-    assert first.engine.program.way == "whole"
-    first.save(tmp_path, 1)
-    told = capfd.readouterr().err.splitlines()[-1]
-    other = trainer(GridShape(data=2, x=2), not_understood)
-    assert other.resume(tmp_path) == 1
-    late = X + 20 * (np.arange(ROWS) == ROWS - 1)[:, None]
-    for batch in (X, X, late):
-        assert float(other.step(batch)["loss"]) == pytest.approx(float(first.step(batch)["loss"]), rel=1e-6)
-    assert other.engine.program.way == "whole"
-    assert f"{told}, as before the checkpoint" in capfd.readouterr().err
-    proven = trainer(GridShape(data=2), square)  # the verdict of its own trace holds
-    proven.load(tmp_path)
-    proven.step(X)
-    assert proven.engine.program.way == "parts"
-    assert "in parts of the rows, as its program shows; before the checkpoint it did not: " in capfd.readouterr().err
-
-
-def test_an_evaluation_whose_loss_sees_all_rows_has_them_at_once(capfd):
-    def loss(model, batch):
-        return jnp.sqrt(square(model, batch)) if model.inside.deterministic else square(model, batch)
-
-    class Net(Mlp):
-        def __init__(self):
-            super().__init__()
-            self.inside = nnx.Dropout(0.0, rngs=nnx.Rngs(0))
-
-    for microbatches in (1, 3):
-        trainer = ax.Trainer(Net(), optax.sgd(0.1), grids.lay(ALL), loss=loss, microbatches=microbatches)
-        want = float(jnp.sqrt(square(Net(), X)))
-        assert trainer.evaluate([X]) == pytest.approx(want, rel=1e-6)
-        assert "evaluate: the loss runs on all rows of a batch at once; a result that is" in capfd.readouterr().err
-        trainer.step(X)
-        assert trainer.engine.program.way == "parts"

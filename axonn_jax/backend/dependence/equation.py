@@ -12,7 +12,7 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation in both programs."""
+    """An equation in both programs, with the types of its operands."""
 
     name: str
     params: tuple[Any, Any]
@@ -20,11 +20,11 @@ class Equation:
     shapes: Sequence[Shapes]
     results: Sequence[Shapes]
     dtypes: Sequence[Any]
-    """Of what is given, and of the first result behind it."""
+    """Dtype of each operand, and last that of the first result."""
     keys: Sequence[Any]
-    """Names of what is given: equal ones have equal values."""
+    """Name of each operand: equal names have equal values."""
     of_model: Sequence[bool]
-    """Whether what is given has seen parameters, state or draws."""
+    """For each operand whether it depends on parameters, state or draws."""
     key: Any
     """Name of the result."""
     rows: tuple[int, int]
@@ -37,7 +37,7 @@ class Equation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is given first, of all rows."""
+        """Shape of the first operand, of all rows."""
         return self.shapes[0][0]
 
     @property

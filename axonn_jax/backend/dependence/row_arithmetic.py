@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from axonn_jax.backend.dependence.equation import Equation
+from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_types import (
     BY_COUNT,
     NO_AXES,
@@ -24,10 +24,10 @@ from axonn_jax.backend.dependence.row_types import (
     told,
 )
 
-LINEAR = frozenset({"conj", "copy", "copy_p", "imag", "neg", "optimization_barrier", "real", "stop_gradient"})
+LINEAR = frozenset({"conj", "copy", "copy_p", "imag", "neg", "real", "stop_gradient"})
 """Functions of one value of which the sum over rows is that of the sum."""
 _SMALL = 1e-5
-"""What is added to a divisor, so that it is not 0, and changes nothing else."""
+"""Bound of an epsilon, which keeps a divisor from being 0 and changes nothing else."""
 
 
 def entries(eqn: Equation) -> RowType:
@@ -79,13 +79,14 @@ def _place_compared(eqn: Equation) -> RowType | None:
 
 
 def _running(eqn: Equation) -> RowType:
-    """Return the type of a sum so far with a row's value added; any other use has seen the rows before."""
+    """Return the type of a running total with a row's value added; any other use has seen the rows before."""
+    totals = [each for each in eqn.types if isinstance(each, Running)]
     others = [each for each in eqn.types if not isinstance(each, Running)]
     kept = eqn.name in ("add", "add_any", "convert_element_type", "copy", "stop_gradient")
     plain = all(isinstance(each, Rows | Same) and not each.degree for each in others)
     undivided = all(each.divisor is None for each in others if isinstance(each, Rows))
-    if kept and plain and undivided and len(others) < 2:
-        return Running()
+    if kept and plain and undivided and len(totals) == 1 and len(others) < 2:
+        return totals[0]
     return coupled("a running sum over rows")
 
 
@@ -106,17 +107,15 @@ def _add(eqn: Equation) -> RowType:
 
 
 def _larger(eqn: Equation) -> RowType:
-    """Return the type of a maximum; of a count and of at most 1, where nothing else counts, that of the count."""
-    types, values = (
-        [each for each in eqn.types if isinstance(each, Sum)],
-        [getattr(t, "value", None) for t in eqn.types],
-    )
-    known = [value for value in values if value is not None]
-    if len(types) == 1 and types[0].scalar and types[0].divisor is None and known and known[0] <= 1:
-        return Number(1, types[0].base, types[0].degree, types[0].counts)
-    if types or any(isinstance(each, Number) for each in eqn.types):
-        return _number(eqn)
-    return _plain(eqn)
+    """Return the type of a maximum: of a count and a floor that only an empty mask reaches, that of the count."""
+    if not any(isinstance(each, Sum | Number) for each in eqn.types):
+        return _plain(eqn)
+    for at, (count, floor) in enumerate((eqn.types, eqn.types[::-1])):
+        if isinstance(count, Sum) and isinstance(floor, Same) and floor.value is not None:
+            limit = 1 if eqn.keys[at] == count.base else _SMALL  # a mean, or a count that is scaled, is below 1
+            if count.scalar and count.divisor is None and floor.value <= limit:
+                return Number(1, count.base, count.degree, count.counts)
+    return _number(eqn)
 
 
 def _plain(eqn: Equation) -> RowType:
@@ -152,7 +151,7 @@ def _divided(value: RowType, inverse: Number, eqn: Equation) -> RowType:
     """Return the type of a value times the inverse of a count."""
     if isinstance(value, Same):
         if value.varies or value.drawn:
-            return OF_ALL if eqn.rows[0] in eqn.result else Number()
+            return OF_ALL if by_rows(eqn.results[0]) else Number()
         return replace(inverse, degree=inverse.degree + value.degree)
     if isinstance(value, Rows | Sum) and value.divisor is None:
         return replace(value, degree=value.degree + inverse.degree, divisor=Divisor(inverse.base, inverse.counts))
@@ -185,9 +184,9 @@ def _power(eqn: Equation) -> RowType:
     count = eqn.types[0]
     if eqn.param["y"] == 1:
         return count
-    if isinstance(count, Sum) and count.scalar and count.divisor is None and eqn.param.get("y") == -1:
+    if isinstance(count, Sum) and count.scalar and count.divisor is None and eqn.param["y"] == -1:
         return Number(-1, count.base, -count.degree, count.counts)
-    if isinstance(count, Number) and count.power and eqn.param.get("y") == -1:
+    if isinstance(count, Number) and count.power and eqn.param["y"] == -1:
         return replace(count, power=-count.power, degree=-count.degree)
     if isinstance(count, Sum | Number):
         return _number(eqn)
@@ -211,8 +210,10 @@ def _asks_if_empty(eqn: Equation) -> bool:
     if isinstance(count, Number) and count.empty:
         return eqn.name in ("convert_element_type", "copy", "not", "stop_gradient")
     value = getattr(others[0], "value", None) if others else None
-    undivided = isinstance(count, Sum) and count.scalar and count.divisor is None
-    return undivided and value in _EMPTY.get(eqn.name, ())
+    if not isinstance(count, Sum) or not count.scalar or count.divisor is not None:
+        return False
+    whole_numbers = eqn.keys[0] == count.base  # not a mean, which is below 1 as a count is not
+    return value in _EMPTY.get(eqn.name, ()) and (value == 0 or whole_numbers)
 
 
 def _chosen(eqn: Equation) -> RowType:

@@ -23,7 +23,7 @@ from axonn_jax.backend.dependence.row_types import (
 )
 
 _COTANGENT = Divisor("cotangent", counts=False)
-"""What every cotangent is divided by: the share of a part in the mean."""
+"""Divisor of every cotangent, by which it is linear in the share of its part in the mean."""
 
 
 def derivative_fault(

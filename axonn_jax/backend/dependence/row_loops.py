@@ -27,9 +27,9 @@ from axonn_jax.backend.dependence.row_types import (
 from axonn_jax.backend.jaxprs import bodies
 
 CALLED = frozenset(
-    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+    {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+    | {"scan", "while"}
 )
-CALLED |= {"cond", "scan", "while"}
 """Primitives that run programs."""
 
 Values = list["Value"]
@@ -37,13 +37,15 @@ Values = list["Value"]
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value: its type, its name, and whether it has seen parameters, state or a draw."""
+    """Value of both programs, by its type."""
 
     type: RowType
     key: Any
+    """Name: equal names have equal values."""
     of_model: bool = False
+    """True if it depends on parameters, state or a draw."""
     origin: str = ""
-    """Where sums were first used otherwise than linearly: the primitive, and the user's own line."""
+    """Primitive, and the user's own line, that first used a sum over rows otherwise than linearly."""
 
 
 class Loops(ABC):
@@ -161,8 +163,8 @@ class Loops(ABC):
         inside = [body.invars[start + at] is body.outvars[at] for at in range(len(carry))]
         carried = [_bare(v, self.name("carry", id(eqn), at)) for at, v in enumerate(carry)]
         first_round = [
-            value if kept else replace(value, type=one if _is_key(var) else Running())
-            for value, kept, var in zip(carried, inside, body.invars[start:], strict=False)
+            value if kept else replace(value, type=one if _is_key(var) else Running(at))
+            for at, (value, kept, var) in enumerate(zip(carried, inside, body.invars[start:], strict=False))
         ]
         out = once(first_round, slices)
         kinds: list[RowType] = []
@@ -171,7 +173,7 @@ class Loops(ABC):
             zero = isinstance(value.type, Same) and value.type.value == 0
             if kept:
                 kinds.append(carried[at].type)
-            elif isinstance(after, Running):
+            elif after == Running(at):
                 kinds.append(
                     Sum(base=self.name("total", id(eqn), at)) if zero else coupled("a sum that begins elsewhere")
                 )

@@ -24,7 +24,7 @@ from axonn_jax.backend.dependence.row_types import (
 )
 
 Place = tuple[int, int, int, int]
-"""Where rows are: axis, outer, inner and group, as of `Rows`."""
+"""Layout of rows in an array: axis, outer, inner and group of a `Rows`."""
 
 
 def _at(axes: Iterable[int], where: Callable[[int], int | None]) -> frozenset[int]:

@@ -28,49 +28,31 @@ from axonn_jax.backend.dependence.row_types import (
 )
 
 ENTRIES = (
-    EACH | LINEAR | {"add_any", "bitcast_convert_type", "clamp", "complex", "igamma", "igammac", "population_count"}
+    EACH
+    | LINEAR
+    | {"add_any", "bitcast_convert_type", "clamp", "clz", "complex", "eq_to", "igamma", "igammac", "le_to", "lt_to"}
+    | {"polygamma", "population_count", "random_gamma_grad", "regularized_incomplete_beta", "zeta"}
 )
-ENTRIES |= {
-    "clz",
-    "random_gamma_grad",
-    "lt_to",
-    "le_to",
-    "eq_to",
-    "reduce_precision",
-    "polygamma",
-    "zeta",
-    "regularized_incomplete_beta",
-}
 """Primitives of which each entry of the result comes from the same entry of the operands."""
-DRAWS = frozenset({"random_bits", "random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
-DRAWS |= {"random_gamma", "threefry2x32", "random_clone"}
+DRAWS = frozenset(
+    {"random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap"}
+    | {"random_wrap", "threefry2x32"}
+)
 """Primitives of keys, and of what is drawn by them."""
 LEADING = {
-    "cholesky": 2,
-    "eig": 2,
-    "eigh": 2,
-    "fft": 0,
-    "householder_product": 2,
-    "lu": 2,
-    "qr": 2,
-    "schur": 2,
-    "svd": 2,
-}
-LEADING |= {
-    "triangular_solve": 2,
-    "tridiagonal": 2,
-    "tridiagonal_solve": 2,
+    **dict.fromkeys(("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"), 2),
+    **dict.fromkeys(("triangular_solve", "tridiagonal", "tridiagonal_solve"), 2),
+    "fft": 0,  # as many as it has lengths
     "lu_pivots_to_permutation": 1,
-    "hessenberg": 2,
 }
 """Primitives of the last axes, as many as this, for each entry of those before them."""
 UNCHANGED = frozenset(
-    {"copy_to_host", "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "reshard"}
+    {"copy_to_host", "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pbroadcast", "pcast"}
+    | {"pvary", "reshard", "sharding_constraint"}
 )
-UNCHANGED |= {"sharding_constraint"}
 """Primitives whose results are what they are given, each by itself."""
-SHARED = frozenset({"pbroadcast", "pcast", "pmax", "pmin", "psum", "psum2", "psum_invariant", "pvary"})
-"""Primitives over a named axis."""
+SHARED = frozenset({"pmax", "pmin", "psum", "psum2", "psum_invariant"})
+"""Collectives over a named axis."""
 RULES = {**MOVES, **CUTS, **PRODUCTS}
 """Rules of others that are written out."""
 KNOWN = ENTRIES | UNCHANGED | DRAWS | LEADING.keys() | SHARED | RULES.keys()
@@ -87,13 +69,10 @@ def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
     if (first := told(types)) is not None:
         return [first] * count
     if any(isinstance(each, Running) for each in types):
-        kept = eqn.name in ("broadcast_in_dim", "reshape", "squeeze", "pvary") and len(types) == 1
-        return [Running() if kept else coupled("a running sum over rows")] * count
+        return [coupled("a running sum over rows")] * count
     each_round = [each for each in types if isinstance(each, Rows) and each.axis == EACH_ROUND]
     if each_round:
         return [of_round(types)] * count
-    if eqn.name in ("pvary", "pcast", "pbroadcast"):
-        return list(types)
     if eqn.name in SHARED:
         return [_shared(eqn, kind, shared_axis) for kind in types]
     if (rule := RULES.get(eqn.name)) is not None:

@@ -86,7 +86,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Running:
-    """What a loop over rows has added up so far."""
+    """Running total of a loop over rows."""
+
+    carry: int
+    """Place among the values that the loop carries: each adds to itself alone."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def either(types: Sequence[RowType]) -> RowType:
     live = [each for each in types if not (isinstance(each, Same) and each.value == 0)] or list(types)
     scales = {(each.degree, getattr(each, "divisor", None)) for each in live if isinstance(each, Same | Rows | Sum)}
     if any(isinstance(each, Running) for each in live):
-        return Running() if all(isinstance(each, Running) for each in live) else coupled("a running sum over rows")
+        return live[0] if all(each == live[0] for each in types) else coupled("a running sum over rows")
     if any(isinstance(each, Number) for each in live):
         return OF_ALL if any(isinstance(each, Rows) for each in live) else Number()
     if any(isinstance(each, Sum) for each in live):

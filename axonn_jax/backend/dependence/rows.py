@@ -7,6 +7,7 @@ from jax.extend.core import ClosedJaxpr
 
 from axonn_jax import compat
 from axonn_jax.backend.dependence.row_loops import Value
+from axonn_jax.backend.dependence.row_rules import wide
 from axonn_jax.backend.dependence.row_types import Rows, Same, Sum, Told
 from axonn_jax.backend.dependence.row_walk import Walk
 
@@ -55,16 +56,16 @@ def rows_verdict(
     walk = Walk(rows, shared_axis)
     values = []
     for at, var in enumerate(whole.jaxpr.invars):
-        wide = frozenset(axis for axis, size in enumerate(var.aval.shape) if size > 1)
-        kind = Rows(0) if of_rows[at] else Same(wide)
+        kind = Rows(0) if of_rows[at] else Same(wide(var.aval.shape))
         values.append(Value(kind, walk.name("input", at), not of_batch[at]))
     # What no result depends on may be an attempt at tracing that failed, which the other program does not have.
     whole, part = (compat.part_of(each, [True] * len(roles), all_inputs=True) for each in (whole, part))
     results = list(zip(roles, walk.run(whole, part, values), strict=True))
     given = {value.key for value in values}
     weights = [value.type for role, value in results if role == "weight"]
-    if weights and isinstance(weights[0], Told):
-        return Verdict("not understood", f"weight=, {_said(weights[0])}")
+    if weights and not (isinstance(weights[0], Same) or (isinstance(weights[0], Sum) and weights[0].divisor is None)):
+        why = _said(weights[0]) if isinstance(weights[0], Told) else "no sum over rows"
+        return Verdict("not understood", f"weight=, {why}")
     counted = weights[0].base if weights and isinstance(weights[0], Sum) else None
     found = [_fault(role, value, counted) for role, value in results]
     faults = sorted((fault for fault in found if fault is not None), key=lambda fault: _ORDER.index(fault.kind))

@@ -50,7 +50,8 @@ class Comparison:
         if jax.process_count() == 1 and sum(value.size * value.dtype.itemsize for value in params.values()) <= _SMALL:
             with without_mesh():
                 return self._alone(params, carried, batch)
-        batch, at_once = self._batches.first(batch, 1 / self._batches.microbatches), TreeBatches(self._program.grid, 1)
+        batch, at_once = self._batches.first(batch, 1 / self._batches.microbatches), self._batches.at_once()
+        self._half = _computes_in_half(jax.make_jaxpr(self._run_alone)(params, carried, values_of(batch)))
         run = self.run("whole", at_once, params, carried, batch)
         try:
             run(0.0)
@@ -90,8 +91,7 @@ class Comparison:
         rest = jax.device_put((carried, values_of(batch)), device)
         if (form := str(jax.tree.map(jnp.shape, rest))) not in self._compiled:
             traced = jax.jit(self._run_alone).trace(jax.device_put(params, device), *rest)
-            text = str(traced.jaxpr)
-            self._half = any(f"{name}[" in text for name in ("bf16", "f16"))
+            self._half = _computes_in_half(traced.jaxpr)
             self._compiled[form] = compiled = compile_traced(traced)
             room = compiled.memory_analysis()
             if room is not None and room.temp_size_in_bytes > _ROOM and self._share == 1.0:
@@ -117,3 +117,8 @@ class Comparison:
             return (loss, aux, changed), grads
         loss, (aux, changed) = part(params)
         return (loss, aux, changed), {}
+
+
+def _computes_in_half(traced: Any) -> bool:
+    text = str(traced)
+    return any(f"{name}[" in text for name in ("bf16", "f16"))

@@ -71,6 +71,10 @@ class TreeBatches(Batches):
         """Return the rows of a batch."""
         return next(len(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf))
 
+    def all_rows(self, batch: Any) -> int:
+        """Return the rows of a batch in all processes."""
+        return self.rows(batch) // self.share * self.least
+
     def filled(self, batch: Any, rows: int) -> Any:
         """Return the batch, of any number of rows in a run of one process; raises ``UserError`` for one that does not
         divide over processes."""
@@ -84,7 +88,7 @@ class TreeBatches(Batches):
 
     def first(self, batch: Any, share: float) -> Any:
         """Return about this share of the rows of every part, the first ones; all where processes divide a part."""
-        total = self.rows(batch) // self.share * self.least
+        total = self.all_rows(batch)
         part = total // (self.replicas * self.microbatches)
         kept = max(min(part, self.grid.shape.z), int(part * share))
         if kept >= part or self._parts > 1:
@@ -97,7 +101,7 @@ class TreeBatches(Batches):
         have, share = self.rows(batch), self.share
         if have % share:
             raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
-        rows = have // share * self.least
+        rows = self.all_rows(batch)
         numbers, layout = self.numbers(rows)
 
         def placed(leaf: Any) -> jax.Array:

@@ -108,19 +108,14 @@ class Proof:
         if form not in self._evaluations:
             program = replace(self._program.of(loss, at_once=False), way=self.way)
             try:
-                verdict = verdict_of(
-                    program, _shapes(params), carried, batch, self._rows_of(batch), parts, training=False
-                )
+                rows = self._batches.all_rows(batch)
+                verdict = verdict_of(program, _shapes(params), carried, batch, rows, parts, training=False)
             except Exception:  # of a stranger's code, which the evaluation will meet too
-                verdict = Verdict("proven")
+                return False
             self._evaluations[form] = verdict
             if verdict.kind != "proven":
                 say_first(f"evaluate: the loss runs on all rows of a batch at once; {verdict.reason}")
         return self._evaluations[form].kind != "proven"
-
-    def _rows_of(self, batch: Any) -> int:
-        """Return the rows of a batch in all processes."""
-        return self._batches.rows(batch) // self._batches.share * self._batches.least
 
     def _parts(self, way: Way) -> int:
         return self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
@@ -131,7 +126,7 @@ class Proof:
         if in_turn * beside == 1:
             return Verdict("proven")
         parts = (in_turn, beside)
-        return verdict_of(self._program, params, carried, batch, self._rows_of(batch), parts, training=True)
+        return verdict_of(self._program, params, carried, batch, self._batches.all_rows(batch), parts, training=True)
 
     def _chosen(
         self, verdict: Verdict, step: int, params: Params, carried: Params, batch: Any, *, first: bool
