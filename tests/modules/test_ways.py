@@ -99,3 +99,25 @@ def test_an_evaluation_whose_loss_sees_all_rows_has_them_at_once(capfd):
         assert "evaluate: the loss runs on all rows of a batch at once; a result that is" in capfd.readouterr().err
         trainer.step(X)
         assert trainer.engine.program.way == "parts"
+
+
+def test_half_precision_that_several_devices_compare_is_no_difference(monkeypatch, capfd):
+    """As in a run of several processes, where one device does not see all rows."""
+    monkeypatch.setattr("axonn_jax.train.modules.all_rows._SMALL", -1)
+
+    class Half(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.first = nnx.Linear(WIDTH, 256, rngs=rngs, dtype=jnp.bfloat16)
+            self.last = nnx.Linear(256, WIDTH, rngs=rngs, dtype=jnp.bfloat16)
+
+        def __call__(self, x):
+            return self.last(nnx.gelu(self.first(x)))
+
+    def loss(model, batch):
+        return jnp.mean(jnp.square(model(batch).astype(jnp.float32)))
+
+    trainer = ax.Trainer(Half(), optax.sgd(0.1), grids.lay(GridShape(y=2)), loss=loss, microbatches=2)
+    trainer.step(X)
+    assert trainer.engine.program.way == "parts"
+    assert "rows: " not in capfd.readouterr().err
