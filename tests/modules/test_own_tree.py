@@ -100,6 +100,53 @@ def test_masks_of_linen_select_as_in_flax(mask, memory):
     assert {name for name in before if not np.array_equal(before[name], after[name])} == want
 
 
+def exchanged(params):
+    return {name: "bias" if name == "weight" else "weight" for name in params}
+
+
+RATE = optax.linear_schedule(0.1, 0.0, 5)
+LOOKALIKES = {
+    "labels that are names": (
+        dict,
+        lambda: optax.multi_transform({"weight": optax.adam(RATE), "bias": optax.sgd(0.1, 0.9)}, exchanged),
+    ),
+    "a chain of as many links": (tuple, lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(RATE))),
+    "a chain of counters": (
+        tuple,
+        lambda: optax.chain(optax.scale_by_schedule(RATE), optax.scale_by_learning_rate(RATE)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_states_that_look_like_the_tree_are_none(name, tmp_path):
+    make_tree, make = LOOKALIKES[name]
+    arrays = {"weight": jnp.ones((6, 3)), "bias": jnp.zeros(3)}
+    tree = arrays if make_tree is dict else tuple(arrays.values())
+
+    def linear(tree, batch):
+        weight, bias = jax.tree.leaves(tree)[:: -1 if make_tree is dict else 1]
+        return jnp.mean(jnp.square(batch @ weight + bias - batch[:, :3]))
+
+    def trainer(axes):
+        memory = ax.MemoryConfig(offload="optimizer", zero=1)
+        return ax.Trainer(tree, make(), grids.lay(axes), loss=linear, memory=memory)
+
+    want, state, tx = [], make().init(tree), make()
+    plain = tree
+    for _ in range(4):
+        value, grads = jax.value_and_grad(linear)(plain, X)
+        want.append(float(value))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, plain)
+        plain = optax.apply_updates(plain, updates)
+    first, then = trainer(GridShape(data=2)), trainer(GridShape())
+    got = [float(first.step(X)["loss"]) for _ in range(2)]
+    first.save(tmp_path, 2)
+    then.load(tmp_path)
+    np.testing.assert_allclose(got + [float(then.step(X)["loss"]) for _ in range(2)], want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("axes", [GridShape(), GridShape(data=2, z=2)], ids=grids.name)
 def test_what_is_not_trained_has_no_gradient_no_state_and_no_share_in_the_norm(axes, tmp_path):
     wrt, model = nnx.LoRAParam, Net()
