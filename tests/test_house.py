@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # prints the figures and the names behind them.
 ALLOWED = {
     "lines": 51_700,
-    "lines of tests": 41_700,
-    "lines of scripts": 14_600,
+    "lines of tests": 41_800,
+    "lines of scripts": 14_900,
     "files": 336,
     "files in the root": 10,
     "folders over 12 files": 0,
