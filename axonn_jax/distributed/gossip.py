@@ -6,11 +6,8 @@ the tree: the time of the last progress anywhere, and silent ranks. No clock and
 
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
-
-from axonn_jax.schedule.tasks import Message
 
 Phase = Literal["compiling", "between steps", "in a step", "saving"]
 
@@ -30,6 +27,15 @@ SIZE = _FIXED.size + _NAMED * _ACCUSED.size
 """Bytes of a report."""
 
 
+class Awaited(NamedTuple):
+    """A message without which a rank can start nothing."""
+
+    name: str
+    """Phrase for people: the message and its sender."""
+    pp_rank: int
+    """Rank of the pipe that sends it."""
+
+
 @dataclass
 class RankStatus:
     """Progress of a rank: the last finished task, and the next one."""
@@ -40,33 +46,27 @@ class RankStatus:
     """Last task that ran to its end."""
     running: str = ""
     """Task on the device, or another awaited thing."""
-    waiting: tuple[Message, ...] = ()
-    """Messages without which nothing can be started."""
+    waiting: Awaited | None = None
+    """Message without which nothing can be started."""
     since: float = field(default_factory=time.monotonic)
     """Time of the last change, on the monotonic clock."""
 
-    def now(self, phase: Phase | None = None, *, running: str = "", waiting: Sequence[Message] = ()) -> None:
+    def now(self, phase: Phase | None = None, *, running: str = "", waiting: Awaited | None = None) -> None:
         """Something happened."""
-        self.running, self.waiting = running, tuple(waiting)
+        self.running, self.waiting = running, waiting
         if phase is not None:
             self.phase = phase
         self.since = time.monotonic()
 
     def describe(self) -> str:
-        """Return a phrase for people: the rank's work, or the awaited messages and stages."""
+        """Return a phrase for people: the rank's work, or the awaited message and its sender."""
         if self.phase != "in a step":
             return f"is {self.phase}"
         if self.running:
             return f"is at {self.running}"
-        if self.waiting:
-            return f"waits for {wanted(self.waiting[0])}"
+        if self.waiting is not None:
+            return f"waits for {self.waiting.name}"
         return "is between two tasks"
-
-
-def wanted(message: Message) -> str:
-    """Return a phrase for people about an awaited message and its sender."""
-    what = "the activations" if message.direction == "forward" else "the gradient"
-    return f"{what} of microbatch {message.microbatch} from stage {message.sender}"
 
 
 class Report(NamedTuple):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from axonn_jax.distributed.gossip import PATIENT, SIZE, Gossip, RankStatus, Report
 from axonn_jax.grid import Grid
-from axonn_jax.schedule.tasks import PipelineShape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,17 +50,16 @@ class Heartbeat:
     def __init__(
         self,
         status: RankStatus,
-        pipe_shape: PipelineShape,
+        grid: Grid,
         stall_timeout: float,
         world: "MPI.Comm | None" = None,
-        grid: Grid | None = None,
     ):
-        self._status, self._pipe_shape, self._timeout, self._comm = status, pipe_shape, stall_timeout, world
-        rank, size, self._per_stage = (0, 1, 1) if grid is None else (grid.rank, grid.size, grid.stage_processes)
+        self._status, self._timeout, self._comm = status, stall_timeout, world
+        rank, size, self._per_stage, self._pipe = grid.rank, grid.size, grid.stage_processes, grid.shape.pipe
         own = (socket.gethostname(), os.getpid())
         self._hosts: list[tuple[str, int]] = [own] if world is None else world.allgather(own)
         here = self._hosts[rank][0]
-        self._rank, self._run_name = rank, "pipeline" if pipe_shape.pipe > 1 else "run"
+        self._rank, self._run_name = rank, "pipeline" if self._pipe > 1 else "run"
         self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == here and peer != rank]
         self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
         self._sending: dict[int, Any] = {}
@@ -236,9 +234,8 @@ class Heartbeat:
         if self._comm is not None:
             who = f"rank {self._rank}{f' ({place})' if (place := self._place(self._rank)) else ''}"
         whom = ""
-        if status.waiting and not status.running:
-            pp_rank = self._pipe_shape.rank_of(status.waiting[0].sender)
-            rank = pp_rank * self._per_stage + self._rank % self._per_stage
+        if status.waiting is not None and not status.running:
+            rank = status.waiting.pp_rank * self._per_stage + self._rank % self._per_stage
             if heard := self._gossip.report(rank):
                 ago = time.monotonic() - heard[1]
                 whom = f" ({self._name(rank)}: finished {heard[0].finished}, {heard[0].does}, heard {ago:.1f} s ago)"
@@ -250,7 +247,7 @@ class Heartbeat:
         return f"rank {rank} ({f'{place}, ' if place else ''}host {self._hosts[rank][0]})"
 
     def _place(self, rank: int) -> str:
-        return f"place {rank // self._per_stage} of the pipe" if self._pipe_shape.pipe > 1 else ""
+        return f"place {rank // self._per_stage} of the pipe" if self._pipe > 1 else ""
 
 
 def _has_ended(pid: int) -> bool:

@@ -138,11 +138,11 @@ class Peers:
         self.heartbeat.close()
 
 
-def connect(grid: Grid, pipe_shape: PipelineShape, policy: Policy, stall_timeout: float) -> Peers:
+def connect(grid: Grid, policy: Policy, stall_timeout: float) -> Peers:
     """Connect the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
     status = RankStatus()
     if grid.size == 1:
-        return Peers(LocalSync(), Heartbeat(status, pipe_shape, stall_timeout), status)
+        return Peers(LocalSync(), Heartbeat(status, grid, stall_timeout), status)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -151,7 +151,7 @@ def connect(grid: Grid, pipe_shape: PipelineShape, policy: Policy, stall_timeout
     leader = None
     if grid.stage_processes > 1 and isinstance(policy, ByArrival):
         leader = LeaderBroadcast(world.Split(pp_rank, within))
-    heartbeat = Heartbeat(status, pipe_shape, stall_timeout, world.Dup(), grid)
+    heartbeat = Heartbeat(status, grid, stall_timeout, world.Dup())
     return Peers(MpiSync(pipe), heartbeat, status, pipe, leader)
 
 

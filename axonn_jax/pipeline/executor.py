@@ -13,7 +13,7 @@ import jax
 
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.channels.base import Channel
-from axonn_jax.distributed.gossip import RankStatus
+from axonn_jax.distributed.gossip import Awaited, RankStatus
 from axonn_jax.pipeline.leader import LeaderBroadcast
 from axonn_jax.pipeline.worker import StageWorker
 from axonn_jax.schedule.dispatcher import OrderedDispatcher
@@ -157,8 +157,8 @@ class Executor:
 
     def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
         tasks = [str(queued[0]) for queued in running.values() if queued]
-        waiting = [] if tasks else [m for d in self._dispatchers.values() for m in d.waiting_for()]
-        self._status.now(running=", ".join(tasks), waiting=waiting)
+        waiting = () if tasks else (m for d in self._dispatchers.values() for m in d.waiting_for())
+        self._status.now(running=", ".join(tasks), waiting=awaited(next(iter(waiting), None), self._pipe_shape))
 
     def _wait(self, pp_rank: int) -> None:
         last = 0.0
@@ -183,6 +183,15 @@ class Executor:
             raise error
 
         self._events.put(throw)
+
+
+def awaited(message: Message | None, pipe_shape: PipelineShape) -> Awaited | None:
+    """Return a message as the heartbeat tells people of it."""
+    if message is None:
+        return None
+    value = "the activations" if message.direction == "forward" else "the gradient"
+    name = f"{value} of microbatch {message.microbatch} from stage {message.sender}"
+    return Awaited(name, pipe_shape.rank_of(message.sender))
 
 
 def _end(queues: Sequence["queue.SimpleQueue[_Probe | None]"], threads: Sequence[threading.Thread]) -> None:

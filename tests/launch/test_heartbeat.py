@@ -9,10 +9,9 @@ from launched import until
 
 from axonn_jax.distributed import gossip
 from axonn_jax.distributed import heartbeat as heartbeat_module
-from axonn_jax.distributed.gossip import RankStatus
+from axonn_jax.distributed.gossip import Awaited, RankStatus
 from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.grid import Grid, GridShape
-from axonn_jax.schedule.tasks import Message, PipelineShape
 
 TIMEOUT = 10.0
 BEAT = 0.5
@@ -73,13 +72,11 @@ class Run:
         self.statuses = [RankStatus(since=clock.now) for _ in range(size)]
         self.comms = [Comm(rank, size, boxes) for rank in range(size)]
         self.heartbeats = [
-            Heartbeat(
-                status, PipelineShape(pipe, 8), TIMEOUT, comm, Grid(GridShape(pipe, per_stage), None, {}, rank, size)
-            )
+            Heartbeat(status, Grid(GridShape(pipe, per_stage), None, {}, rank, size), TIMEOUT, comm)
             for rank, (status, comm) in enumerate(zip(self.statuses, self.comms, strict=True))
         ]
         for rank in waiting:
-            self.statuses[rank].now("in a step", waiting=[Message("backward", 0, 2)])
+            self.statuses[rank].now("in a step", waiting=Awaited("the gradient of microbatch 2 from stage 1", 1 % pipe))
         self.stopped = set()
         self.ended = {}
         """Rank: when, and the line it left."""
@@ -153,7 +150,7 @@ def test_who_moves_is_waited_for(per_stage, clock):
 @pytest.mark.parametrize(("timeout", "allowed"), [(10, 1200), (120, 1200), (600, 6000)])
 def test_one_process_alone_may_compile_long_but_not_for_ever(timeout, allowed, clock):
     status = RankStatus(since=clock.now)
-    heartbeat = Heartbeat(status, PipelineShape(2, 4), timeout)
+    heartbeat = Heartbeat(status, Grid(GridShape(2), None, {}), timeout)
     clock.now += allowed - 1
     heartbeat._check(clock.now)
     status.now()
@@ -245,7 +242,7 @@ def handler():
 
 
 def of_rank_0(comm):
-    heartbeat = Heartbeat(RankStatus(), PipelineShape(2, 8), TIMEOUT, comm, Grid(GridShape(2), None, {}, 0, 2))
+    heartbeat = Heartbeat(RankStatus(), Grid(GridShape(2), None, {}, 0, 2), TIMEOUT, comm)
     heartbeat.start()
     return heartbeat
 
@@ -265,7 +262,7 @@ def test_a_script_keeps_its_handler_and_its_wake_up_descriptor(handler, monkeypa
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts files in /proc")
 def test_a_watch_leaves_no_files_open():
-    heartbeat = Heartbeat(RankStatus(), PipelineShape(2, 8), TIMEOUT)
+    heartbeat = Heartbeat(RankStatus(), Grid(GridShape(2), None, {}), TIMEOUT)
     before = set(os.listdir("/proc/self/fd"))
     heartbeat.start()
     heartbeat.close()

@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
+from axonn_jax.distributed.gossip import Awaited
 from axonn_jax.grid import GridShape
 from axonn_jax.models.segments import transformer_segments
 from axonn_jax.pipeline.build import plan
+from axonn_jax.pipeline.executor import awaited
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.schedule.partition import group_count, group_ranges, group_size
-from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.schedule.tasks import Message, PipelineShape
 from axonn_jax.tensor.params import shapes_of, split_module
 
 GPT = dataclasses.replace(grids.GPT, dropout=0.1)
@@ -103,3 +105,14 @@ def test_counts_are_those_of_the_groups(halves):
     groups = group_ranges(list("am" * 20), range(halves))
     assert group_count(halves / 2) == len(groups)
     assert max(map(len, groups)) == (halves if halves < 10 else 2 * group_size(halves // 2))
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "pp_rank"),
+    [
+        (Message("forward", 3, 5), "the activations of microbatch 5 from stage 2", 0),
+        (Message("backward", 2, 1), "the gradient of microbatch 1 from stage 3", 1),
+    ],
+)
+def test_a_heartbeat_names_the_message_that_a_rank_waits_for(message, name, pp_rank):
+    assert awaited(message, PipelineShape(2, 8, 2)) == Awaited(name, pp_rank)

@@ -86,7 +86,7 @@ class PipelineEngine:
         self._pipes: dict[tuple[int, int], build.CompiledPipeline] = {}  # by batch shape, the one used last at the end
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
-        self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
+        self._links = build.connect(grid, self.policy, pipeline.stall_timeout)
         self.heartbeat: Heartbeat | None = self._links.heartbeat
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore[Any]] = {}

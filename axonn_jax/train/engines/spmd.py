@@ -24,7 +24,6 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
-from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
@@ -172,7 +171,7 @@ class SpmdEngine:
 
     def watch(self, world: Any) -> None:
         """Let the processes of an MPI world, which nothing else uses, end where one is silent; collective over it."""
-        self.heartbeat = Heartbeat(self._status, PipelineShape(1, 1), math.inf, world, self.grid)
+        self.heartbeat = Heartbeat(self._status, self.grid, math.inf, world)
         self.heartbeat.start()
 
     def step(self, batch: Any) -> StepMetrics:
