@@ -6,10 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import jax
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from axonn_jax.checkpoint.restore import Checkpoint
 from axonn_jax.distributed.bounded import InFlight
@@ -17,6 +15,7 @@ from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.memory.report import check_resident
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
+from axonn_jax.train.engines.base import copied_model
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
@@ -136,7 +135,7 @@ class Trainer:
     def model(self) -> Any:
         """Return the trained module, of copies of the weights on the devices of their stages; raises ``UserError`` in a
         pipeline of several processes."""
-        return self._merged(self.engine.params)
+        return copied_model(self.engine, self.engine.params)
 
     @property
     @_on_own_mesh
@@ -145,19 +144,7 @@ class Trainer:
         `ema`."""
         if self._averaged is nullcontext:
             raise UserError("ema", 0, "a decay, as 0.999, for a trainer whose average is asked for")
-        return self._merged({**self.engine.params, **self.engine.opt_state.average})
-
-    def _merged(self, params: Any) -> Any:
-        parts = self.engine.parts
-        if len(params) < len(parts.params):
-            here = f"{len(params)} of {len(parts.params)} parameters here"
-            accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
-            raise UserError("trainer.model", here, accepted)
-
-        def copied(name: str, value: Any) -> jax.Array:
-            return jax.device_put(value, NamedSharding(value.sharding.mesh, parts.specs[name]), may_alias=False)
-
-        return self.engine.merged({name: copied(name, value) for name, value in params.items()})
+        return copied_model(self.engine, {**self.engine.params, **self.engine.opt_state.average})
 
     @typed_arguments
     def rows(self, sequences: int) -> list[int]:

@@ -1,9 +1,12 @@
-"""Base of a run's adapters: frozen weights put into an engine, and the facts by which checkpoints know them again."""
+"""Weights of an engine, taken out and put in; facts by which checkpoints know the base of its adapters again."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
 
 from axonn_jax.adapters.checksum import checksum
 from axonn_jax.adapters.config import IDENTITY, LORA, LoraConfig, StoredLora
@@ -17,6 +20,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.vocabulary import padding_of, without_padding
+from axonn_jax.tensor.params import Params
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pruning import prune_for
 
@@ -30,6 +34,23 @@ def shape_of(engine: Engine) -> ModelShape | None:
 def adapters_of(engine: Engine) -> LoraConfig | None:
     """The settings of an engine's adapters; None where all weights are trained."""
     return settings_of(engine.parts.merge(engine.parts.params)) if engine.parts.adapters else None
+
+
+def copied_model(engine: Engine, params: Params) -> Any:
+    """Return the user's model with copies of parameters on the devices of their stages.
+
+    Raises ``UserError`` where this process holds only a part of them.
+    """
+    parts = engine.parts
+    if len(params) < len(parts.params):
+        here = f"{len(params)} of {len(parts.params)} parameters here"
+        accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
+        raise UserError("trainer.model", here, accepted)
+
+    def copied(name: str, value: Any) -> jax.Array:
+        return jax.device_put(value, NamedSharding(value.sharding.mesh, parts.specs[name]), may_alias=False)
+
+    return engine.merged({name: copied(name, value) for name, value in params.items()})
 
 
 def whole_sizes(engine: Engine) -> dict[str, tuple[int, ...]]:
