@@ -13,12 +13,12 @@ _HOME = {
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
-    "MemoryConfig": "axonn_jax.train.config",
+    "MemoryConfig": "axonn_jax.settings",
     "MoeConfig": "axonn_jax.experts.shape",
-    "PipelineConfig": "axonn_jax.train.config",
-    "PruneConfig": "axonn_jax.train.config",
+    "PipelineConfig": "axonn_jax.settings",
+    "PruneConfig": "axonn_jax.pruned.config",
     "Sampling": "axonn_jax.inference.sampling",
-    "TensorConfig": "axonn_jax.train.config",
+    "TensorConfig": "axonn_jax.settings",
     "Trainer": "axonn_jax.train.trainer",
     "replicated": "axonn_jax.tensor.specs",
     "total": "axonn_jax.train.modules.numbers",
@@ -54,15 +54,15 @@ if _typing.TYPE_CHECKING:
     from axonn_jax.inference.sampling import Sampling as Sampling
     from axonn_jax.memory.offload_transform import offload as offload
     from axonn_jax.plans.model import plan as plan
+    from axonn_jax.pruned.config import PruneConfig as PruneConfig
+    from axonn_jax.settings import MemoryConfig as MemoryConfig
+    from axonn_jax.settings import PipelineConfig as PipelineConfig
+    from axonn_jax.settings import TensorConfig as TensorConfig
     from axonn_jax.tensor.parallelize.api import parallelize as parallelize
     from axonn_jax.tensor.parallelize.linen import parallelize_linen as parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report as sharding_report
     from axonn_jax.tensor.specs import replicated as replicated
     from axonn_jax.tracking.files import tracked as tracked
-    from axonn_jax.train.config import MemoryConfig as MemoryConfig
-    from axonn_jax.train.config import PipelineConfig as PipelineConfig
-    from axonn_jax.train.config import PruneConfig as PruneConfig
-    from axonn_jax.train.config import TensorConfig as TensorConfig
     from axonn_jax.train.modules.numbers import total as total
     from axonn_jax.train.trainer import Trainer as Trainer
 else:

@@ -16,7 +16,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import transformer_segments
 from axonn_jax.options import DerivedSize
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
+from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.rules import Chosen, check_rules
 from axonn_jax.train.validate import check_pipeline
 

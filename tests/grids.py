@@ -16,9 +16,9 @@ from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.stacked import stack_layers, unstacked
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 EPS = float(np.finfo(np.float32).eps)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.cli_args import Arg, parse
+from axonn_jax.cli.arguments import Arg, parse
 from axonn_jax.options import LocalPath
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.train.config import Config

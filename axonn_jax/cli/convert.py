@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli.adapters import write_adapter_of
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.compare import compare
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import Ticker, counted, printable, say, size
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint, all_steps, file_faults, read, step_of
-from axonn_jax.cli_args import Arg
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.terminal import age, printable, size, table
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from axonn_jax.cli_args import Arg, Positive
+from axonn_jax.cli.arguments import Arg, Positive
 from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.errors import UserError, refused
 from axonn_jax.grid import GridShape

@@ -105,7 +105,7 @@ def _dispatch(argv: list[str]) -> int:
     module = importlib.import_module(f"axonn_jax.cli.{name}")
     if hasattr(module, "main"):
         return int(module.main(rest))
-    from axonn_jax.cli_args import parse
+    from axonn_jax.cli.arguments import parse
 
     return int(module.run(parse(getattr(module, name.title()), rest, f"{PROG} {name}")))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from axonn_jax.cli_args import Arg
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.documents import look_at
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.options import InstructionLoss, TooLong

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.cli_args import Arg
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
@@ -51,7 +51,7 @@ def run(args: Prune) -> int:
     Raises:
         UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
     """
-    from axonn_jax.train.config import PruneConfig
+    from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.train.config_file import read
     from axonn_jax.train.rules import Chosen, check_rules
     from axonn_jax.train.validate import check_masks
@@ -95,7 +95,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     from axonn_jax.grid import GridShape
     from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
     from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
-    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.settings import MemoryConfig, TensorConfig
     from axonn_jax.train.config_file import to_toml
     from axonn_jax.train.engines.pruning import kept_of
     from axonn_jax.train.main import model_of

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from axonn_jax.adapters.config import step_flops
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, asked, chosen, command
-from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate
 from axonn_jax.planner.simulate.perturb import Perturbation

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli_args import Arg
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.replay import Replay, replay, task_runs

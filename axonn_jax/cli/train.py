@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from axonn_jax.cli_args import help_text
+from axonn_jax.cli.arguments import help_text
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import read, split_argv

@@ -26,10 +26,11 @@ from axonn_jax.memory.report import unused
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.settings import TrainConfig
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
 from axonn_jax.tensor.params import key_of
 from axonn_jax.terminal import say
-from axonn_jax.train.config import Config, TrainConfig
+from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.loop import Run

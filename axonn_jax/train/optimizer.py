@@ -17,8 +17,9 @@ from axonn_jax.errors import UserError
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.models.protocol import Model
 from axonn_jax.options import Optimizer, is_muons
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.settings import MemoryConfig, TrainConfig
 from axonn_jax.tensor.params import SplitModule
-from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
 

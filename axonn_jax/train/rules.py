@@ -10,7 +10,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.train.config import MemoryConfig, TensorConfig, TrainConfig
+from axonn_jax.settings import MemoryConfig, TensorConfig, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.memory.report import check_resident
-from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig, TrainConfig
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.base import copied_model
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine

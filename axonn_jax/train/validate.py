@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from axonn_jax.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps, step_of
-from axonn_jax.data.corpora import Corpora
+from axonn_jax.data.corpora import Corpora, DataConfig
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER
 from axonn_jax.documents import look_at
 from axonn_jax.errors import UserError
@@ -27,8 +27,9 @@ from axonn_jax.models.segments import Segment, check_repeats, transformer_segmen
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.settings import PipelineConfig
 from axonn_jax.tracking.tracker import tracker_class
-from axonn_jax.train.config import CheckpointConfig, Config, DataConfig, LogConfig, PipelineConfig
+from axonn_jax.train.config import CheckpointConfig, Config, LogConfig
 from axonn_jax.train.config_file import read
 from axonn_jax.train.rules import Chosen, check_rules
 

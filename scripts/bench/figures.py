@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from axonn_jax.cli_args import parse
+from axonn_jax.cli.arguments import parse
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.terminal import table
 from axonn_jax.version import __version__

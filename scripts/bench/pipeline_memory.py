@@ -19,8 +19,8 @@ from axonn_jax.pipeline.trace import DY, StepShape, X
 from axonn_jax.pipeline.worker import StageWorker
 from axonn_jax.schedule.policies import FIXED, ByArrival, FixedOrder, Policy, may_split
 from axonn_jax.schedule.tasks import Kind, PipelineShape
+from axonn_jax.settings import PipelineConfig
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import PipelineConfig
 from axonn_jax.train.validate import check_pipeline
 
 

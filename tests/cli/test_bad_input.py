@@ -7,9 +7,9 @@ import pytest
 from commands import alone
 from launched import AXONN, finished
 
+from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.inspect import Inspect
 from axonn_jax.cli.main import main
-from axonn_jax.cli_args import parse
 from axonn_jax.errors import UserError
 
 

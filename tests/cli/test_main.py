@@ -322,7 +322,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def test_an_ascii_locale_takes_and_shows_what_it_cannot_express(tmp_path):
-    code = "from axonn_jax.cli_args import parse; from axonn_jax.cli.generate import Generate; import sys; "
+    code = "from axonn_jax.cli.arguments import parse; from axonn_jax.cli.generate import Generate; import sys; "
     code += "print(ascii(parse(Generate, ['run', '--prompt', sys.argv[1]], 'generate').prompt))"
     assert finished([sys.executable, "-c", code, "é 漢"], **ASCII).stdout == "'\\xe9 \\u6f22'\n"
     (tmp_path / "text").mkdir()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from axonn_jax.cli_args import Arg, parse
+from axonn_jax.cli.arguments import Arg, parse
 from axonn_jax.errors import UserError
 
 

@@ -7,10 +7,10 @@ import shlex
 import instruction_data
 import pytest
 
+from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.main import main
 from axonn_jax.cli.plan import Plan
 from axonn_jax.cli.plan.flags import ask
-from axonn_jax.cli_args import parse
 from axonn_jax.models.huggingface.families import config_from_shape
 from axonn_jax.models.presets import preset
 from axonn_jax.train.config_file import read, split_argv

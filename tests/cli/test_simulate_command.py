@@ -5,8 +5,8 @@ import json
 import pytest
 from commands import SIMULATE, output
 
+from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.simulate import Simulate
-from axonn_jax.cli_args import parse
 
 
 def test_simulate_as_json(capsys):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from axonn_jax.cli import prepare as command
-from axonn_jax.cli_args import parse
+from axonn_jax.cli.arguments import parse
 from axonn_jax.data import prepare as preparing
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest

@@ -19,9 +19,9 @@ from axonn_jax.experts.router import Routing
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 ROOM = MoeConfig(dispatch="capacity", capacity=2.0)  # of 4 experts a token takes 2: for every token of a device

@@ -4,8 +4,8 @@ import grids
 import jax
 import jax.numpy as jnp
 
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.pipeline import build
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax.settings import PipelineConfig
 
 VOCAB = 32
 

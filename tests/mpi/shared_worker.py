@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared_layers import BATCH, MICROBATCHES, gradients_of, model
 
 import axonn_jax as ax
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax.settings import PipelineConfig
 
 folder, pipe, uses, virtual_stages, split, policy = sys.argv[1:]
 trainer = ax.Trainer(

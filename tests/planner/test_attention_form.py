@@ -13,6 +13,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
 from axonn_jax.cli.calibrate import platform_of
+from axonn_jax.data.corpora import DataConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset, preset_names
@@ -22,9 +23,10 @@ from axonn_jax.planner.machines.machine_file import load_machine, machine_names
 from axonn_jax.planner.memory import Precision
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.tensor import attention
 from axonn_jax.tensor.kernel_choice import tiles
-from axonn_jax.train.config import Config, DataConfig, MemoryConfig, TensorConfig
+from axonn_jax.train.config import Config
 from axonn_jax.train.engines.step import compile_abstract
 from axonn_jax.train.main import attention_form
 

@@ -20,7 +20,7 @@ from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory import device_state
 from axonn_jax.planner.rank_state import Ranks
 from axonn_jax.planner.request import PlanRequest
-from axonn_jax.train.config import MemoryConfig
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.train.trainer import Trainer
 
 

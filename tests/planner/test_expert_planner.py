@@ -21,8 +21,8 @@ from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import SearchSpace, legal_grids
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.step import abstract, build_step, compile_abstract
 
 SHAPE = replace(preset("gpt-1.3b", layers=2, seq_len=512), experts=8, experts_per_token=2, expert_ffn=2048)

@@ -18,9 +18,9 @@ from axonn_jax.planner import memory
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.tensor import kernel_choice
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.step import compile_abstract
 
 SHAPE = preset("gpt-1.3b", layers=4, seq_len=512)

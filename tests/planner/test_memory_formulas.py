@@ -8,7 +8,7 @@ from axonn_jax.models.presets import preset
 from axonn_jax.ops.language import Param
 from axonn_jax.planner import memory
 from axonn_jax.planner.block_memory import block_activations
-from axonn_jax.train.config import TrainConfig
+from axonn_jax.settings import TrainConfig
 from axonn_jax.train.optimizer import OPTIMIZERS, averaging, make_optimizer
 
 PHI = 1e9

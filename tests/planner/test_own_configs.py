@@ -5,14 +5,14 @@ import pytest
 from compiled.accounting import account
 from compiled.common import keep_recomputation
 
+from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.plan import Plan
 from axonn_jax.cli.plan.flags import ask
-from axonn_jax.cli_args import parse
 from axonn_jax.grid import build_grid
 from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.planner.communication import StepSpec
 from axonn_jax.planner.memory_model import MemoryModel
-from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.step import compile_abstract
 from axonn_jax.train.optimizer import averaging, make_optimizer
 

@@ -15,8 +15,8 @@ from flax import nnx
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models import Transformer
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]

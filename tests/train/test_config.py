@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from launched import ROOT, finished
 
 from axonn_jax import GridShape, PruneConfig, TensorConfig, UserError
+from axonn_jax.data.corpora import DataConfig
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.grid import MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import ModelConfig, preset, preset_names
+from axonn_jax.settings import TrainConfig
 from axonn_jax.train import config_file
-from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
+from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import check
 

@@ -7,10 +7,11 @@ from typing import get_args, get_origin
 
 import pytest
 
+from axonn_jax.data.corpora import DataConfig
 from axonn_jax.errors import UserError
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.train import config_file
-from axonn_jax.train.config import Config, DataConfig
+from axonn_jax.train.config import Config
 from axonn_jax.train.validate import check
 
 CONFIG = Config(model=ModelConfig(layers=2, hidden=32, heads=4, seq_len=16, vocab=264), data=DataConfig("nowhere"))

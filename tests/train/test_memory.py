@@ -12,7 +12,7 @@ from memory_runs import ADAMW, BUCKET, SHAPE, WAYS, batches, made, slow
 from trainers import params, same
 
 from axonn_jax import GridShape, UserError
-from axonn_jax.train.config import PruneConfig
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.train.optimizer import decayed
 
 GRIDS = [GridShape(data=2, z=2, x=2), GridShape(pipe=2, data=2, x=2)]

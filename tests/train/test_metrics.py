@@ -12,12 +12,14 @@ import numpy as np
 import optax
 import pytest
 
+from axonn_jax.data.corpora import DataConfig
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.options import Schedule
+from axonn_jax.settings import TrainConfig
 from axonn_jax.terminal import duration
 from axonn_jax.train import metrics
-from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
+from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.metrics import plot_loss
 from axonn_jax.train.optimizer import changed_rate, learning_rate

@@ -12,7 +12,7 @@ from trainers import make_trainer, params
 
 from axonn_jax import GridShape, UserError
 from axonn_jax.models.huggingface.entries import to_huggingface
-from axonn_jax.train.config import TrainConfig
+from axonn_jax.settings import TrainConfig
 from axonn_jax.train.optimizer import make_optimizer
 
 PLATEAU = {"factor": 0.5, "patience": 1, "rtol": 0.5}

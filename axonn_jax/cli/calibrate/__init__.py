@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from axonn_jax.backend.traits import computes_on_cores
-from axonn_jax.cli_args import Arg, Positive
+from axonn_jax.cli.arguments import Arg, Positive
 from axonn_jax.distributed.gpu_limits import fraction, host_memory
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from axonn_jax.cli.arguments import Arg, NotNegative, Positive, default_of
 from axonn_jax.cli.evaluate.report import check_k, ends, figures, lines
 from axonn_jax.cli.main import rank_of
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
 from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
 from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write

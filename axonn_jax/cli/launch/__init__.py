@@ -17,8 +17,8 @@ from types import FrameType
 from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.cli.arguments import Arg, NotNegative
 from axonn_jax.cli.launch import slurm
-from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.distributed.host_sync import LOCK
 from axonn_jax.distributed.processes import MET
 from axonn_jax.distributed.signals import SIGNALS, handled

@@ -5,9 +5,9 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.plan.model import NamedModel, named_model, sequences
 from axonn_jax.cli.plan.refusals import VIRTUAL, check_legal
-from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
 from axonn_jax.ops.language import FLOAT32

@@ -14,8 +14,8 @@ from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.params import Params, Specs, SplitModule
-from axonn_jax.train.config import MemoryConfig
 
 BATCH_SPEC = P(None, BATCH_AXES)
 """Layout of a step's tokens [microbatches, sequences, seq + 1]."""

@@ -22,16 +22,17 @@ from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
 from axonn_jax.pipeline.trace import StepShape
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, forward_only
 from axonn_jax.schedule.message_driven import dispatcher_of
 from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
+from axonn_jax.settings import MemoryConfig, PipelineConfig
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
-from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
 from axonn_jax.train.engines.step import StepMetrics, masters

@@ -22,9 +22,9 @@ from axonn_jax.pipeline import build
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.state.param_store import ParamPlan, ParamStore, Read, state_shapes
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
-from axonn_jax.train.config import MemoryConfig
 
 
 class PipelineState:

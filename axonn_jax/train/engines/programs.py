@@ -16,10 +16,10 @@ from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
 from axonn_jax.memory.precision import Scale, next_scale
 from axonn_jax.models.stacked import Stack
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.state.param_store import ParamPlan
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.weight_gather import Weights
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, TrainStep
 

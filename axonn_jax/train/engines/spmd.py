@@ -22,13 +22,14 @@ from axonn_jax.memory.precision import Precisions, precisions
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner, prunable
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.state.published_matrices import published_matrices
 from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
-from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Batches, RowChoice, TokenBatches
 from axonn_jax.train.engines.program import exposed
 from axonn_jax.train.engines.programs import StepPrograms

@@ -27,11 +27,11 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.options import AttentionKernel, ScanLayers
 from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.params import Params, SplitModule, key_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
-from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.on_mesh import OnMesh
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack

@@ -17,12 +17,13 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
-from axonn_jax.train.config import MemoryConfig, PruneConfig
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
 from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch

@@ -68,7 +68,7 @@ def account(
     import jax
     import optax
 
-    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.settings import MemoryConfig, TensorConfig
     from axonn_jax.train.engines.step import compile_abstract
 
     policy = work.policy

@@ -29,13 +29,13 @@ from axonn_jax.models.packed import inputs_of, values_of
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.models.transformer import Block, Transformer
 from axonn_jax.options import Activations, AttentionKernel, Precision
+from axonn_jax.settings import MemoryConfig
 from axonn_jax.tensor.elementwise import DropoutKey, activated
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, swapped
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.params import Params, split_module
-from axonn_jax.train.config import MemoryConfig
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.engines.step import TrainStep, abstract
 

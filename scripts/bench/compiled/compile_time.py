@@ -19,7 +19,7 @@ from axonn_jax.options import Activations
 if TYPE_CHECKING:
     import jax
 
-    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.settings import MemoryConfig, TensorConfig
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _step(setting: Setting) -> Any:
 
 
 def _configs(setting: Setting) -> "tuple[MemoryConfig, TensorConfig]":
-    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.settings import MemoryConfig, TensorConfig
 
     memory = MemoryConfig(precision="fp32", activations=setting.activations)
     return memory, TensorConfig(scan_layers="yes" if setting.scanned else "no")

@@ -194,7 +194,7 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
     import optax
     from compiled.automatic import AutomaticProgram
 
-    from axonn_jax.train.config import MemoryConfig
+    from axonn_jax.settings import MemoryConfig
     from axonn_jax.train.engines.program import StageProgram
     from axonn_jax.train.engines.step import TrainStep
 
