@@ -22,7 +22,7 @@ from axonn_jax.checkpoint.orbax import read_shard, reason, stored_array
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.pretrained import differences
+from axonn_jax.models.declared.comparison import differences
 from axonn_jax.models.presets import shape_in
 
 

@@ -33,7 +33,7 @@ from axonn_jax.inference.slots import (
 )
 from axonn_jax.inference.store import CacheStore, check_memory
 from axonn_jax.inference.weights import floating, load_model, stops_of
-from axonn_jax.models.huggingface.pretrained import differences
+from axonn_jax.models.declared.comparison import differences
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import placed
 
