@@ -15,8 +15,8 @@ def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]
     """
     from axonn_jax.adapters.config import trained_params
     from axonn_jax.adapters.export import stored_adapters
-    from axonn_jax.adapters.merge import adapters_in
     from axonn_jax.adapters.peft import CONFIG, TENSORS, StoredAdapter, write_adapter
+    from axonn_jax.adapters.stored import adapters_in
     from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.distributed.host_sync import LocalSync

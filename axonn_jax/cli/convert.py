@@ -134,7 +134,7 @@ def _opened(source: Path, field: str = "SOURCE") -> Conversion:
 
 
 def _opened_run(source: Path, field: str) -> Conversion:
-    from axonn_jax.adapters.merge import adapters_in
+    from axonn_jax.adapters.stored import adapters_in
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
     from axonn_jax.data.tokenize import check_files
@@ -176,8 +176,8 @@ def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -
 def _merged(args: Convert) -> Conversion:
     """The base of adapters, to which they are added."""
     from axonn_jax.adapters.export import MergedTensors, checked_base, stored_adapters
-    from axonn_jax.adapters.merge import adapters_in, base_of
     from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
+    from axonn_jax.adapters.stored import adapters_in, base_of
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.hub import found

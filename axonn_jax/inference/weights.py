@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from axonn_jax.adapters.config import check_shape
 from axonn_jax.adapters.layers import merged
-from axonn_jax.adapters.merge import adapters_in, merged_weights
+from axonn_jax.adapters.merge import merged_weights
+from axonn_jax.adapters.stored import adapters_in
 from axonn_jax.backend.traits import copies_kernels
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint

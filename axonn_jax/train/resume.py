@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.adapters.config import LORA
-from axonn_jax.adapters.merge import not_whole
 from axonn_jax.adapters.peft import is_adapter
+from axonn_jax.adapters.stored import not_whole
 from axonn_jax.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpoint, all_steps, step_of
 from axonn_jax.checkpoint.naming import SCALE
 from axonn_jax.checkpoint.orbax import reason

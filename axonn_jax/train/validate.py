@@ -184,7 +184,7 @@ def _lora_of(config: Config) -> LoraConfig:
     name, given, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
     if not name:
         return given
-    from axonn_jax.adapters.merge import adapters_in  # imports jax, a second
+    from axonn_jax.adapters.stored import adapters_in  # imports jax, a second
     from axonn_jax.adapters.peft import is_adapter, read_config
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync

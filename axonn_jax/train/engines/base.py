@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from axonn_jax.adapters.checksum import checksum
 from axonn_jax.adapters.config import IDENTITY, LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
-from axonn_jax.adapters.merge import adapters_in, not_whole
+from axonn_jax.adapters.stored import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.naming import AVERAGE, CARRIED, MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, load_alone
