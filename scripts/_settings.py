@@ -15,10 +15,10 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import transformer_segments
 from axonn_jax.options import DerivedSize
+from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.rules import Chosen, check_rules
-from axonn_jax.train.validate import check_pipeline
 
 DEVICES, RATE = 8, 0.125
 """Most devices of a grid; what a router's bias moves by, which shows the sign of an expert's excess."""

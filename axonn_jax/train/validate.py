@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
@@ -23,11 +22,8 @@ from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
-from axonn_jax.models.segments import Segment, check_repeats, transformer_segments
-from axonn_jax.schedule.partition import SegmentCost, explicit, partition
-from axonn_jax.schedule.policies import policy_of
-from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.settings import PipelineConfig
+from axonn_jax.models.segments import check_repeats, transformer_segments
+from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.tracking.tracker import tracker_class
 from axonn_jax.train.config import CheckpointConfig, Config, LogConfig
 from axonn_jax.train.config_file import read
@@ -184,8 +180,8 @@ def _lora_of(config: Config) -> LoraConfig:
     name, given, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
     if not name:
         return given
-    from axonn_jax.adapters.stored import adapters_in  # imports jax, a second
     from axonn_jax.adapters.peft import is_adapter, read_config
+    from axonn_jax.adapters.stored import adapters_in  # imports jax, a second
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
 
@@ -226,25 +222,6 @@ def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
-
-
-def check_pipeline(
-    pipe: int, microbatches: int, pipeline: PipelineConfig, segments: Sequence[Segment]
-) -> tuple[PipelineShape, list[range]]:
-    """Return the pipeline's sizes and the segments of every virtual stage.
-
-    Raises:
-        UserError: the policy cannot run so, or the model does not split so.
-    """
-    shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
-    policy_of(pipeline.policy).check(shape)
-    if pipeline.split:
-        words = pipeline.split.split(",")
-        if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
-            raise UserError("pipeline.split", pipeline.split, 'numbers of segments with commas, such as "9,8"')
-        return shape, explicit([int(word) for word in words], len(segments), shape.stages)
-    costs = [SegmentCost(segment.name, segment.flops, 2 * segment.flops, segment.params) for segment in segments]
-    return shape, partition(costs, pipe, pipeline.virtual_stages)
 
 
 def corpora_of(data: DataConfig) -> Corpora:

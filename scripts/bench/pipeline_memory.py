@@ -14,6 +14,7 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
+from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import DY, StepShape, X
 from axonn_jax.pipeline.worker import StageWorker
@@ -21,7 +22,6 @@ from axonn_jax.schedule.policies import FIXED, ByArrival, FixedOrder, Policy, ma
 from axonn_jax.schedule.tasks import Kind, PipelineShape
 from axonn_jax.settings import PipelineConfig
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.validate import check_pipeline
 
 
 def measure_pipeline(

@@ -21,6 +21,7 @@ from axonn_jax.memory.optimizer_state import clip_factor
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
+from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, forward_only
@@ -37,7 +38,6 @@ from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
 from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.optimizer import check_optimizer
-from axonn_jax.train.validate import check_pipeline
 
 _SHAPES = 4
 """Batch shapes whose programs, threads and communicators are kept."""
