@@ -15,7 +15,7 @@ ALLOWED = {
     "lines of tests": 41_800,
     "lines of scripts": 14_900,
     "files": 336,
-    "files in the root": 10,
+    "files in the root": 11,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
     "longest function": 93,

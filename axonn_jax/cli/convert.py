@@ -210,7 +210,8 @@ def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
     """Config and tokenizer of a model trained from random weights."""
     from axonn_jax.data.tokenize import begin_of, end_of, load, naming_end
     from axonn_jax.models.huggingface.families import config_from_shape
-    from axonn_jax.models.huggingface.pretrained import CONFIG, OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
+    from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
+    from axonn_jax.readers import CONFIG
 
     made, end, begin = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None, None
     if TOKENIZER in made:
@@ -230,8 +231,9 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
     from axonn_jax.models.huggingface.hub import commit_of
-    from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype
+    from axonn_jax.models.huggingface.pretrained import SMALL, with_dtype
     from axonn_jax.models.presets import table_of
+    from axonn_jax.readers import CONFIG
     from axonn_jax.train.config_file import table_toml
 
     kinds = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +15,10 @@ from axonn_jax.checkpoint.save import Saver
 from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in, together
 from axonn_jax.errors import UserError, plain
 from axonn_jax.grid import Grid
-from axonn_jax.models.huggingface.pretrained import is_pretrained
+from axonn_jax.readers import reader_of
 from axonn_jax.terminal import say
 from axonn_jax.train.engines.base import facts_of, shape_of, take
 from axonn_jax.train.engines.engine import Engine, RowChoice
-from axonn_jax.train.engines.pretrained import take_pretrained
 from axonn_jax.train.engines.spmd import SpmdEngine
 
 _ITERATORS, _ROWS = "iterators", "rows"
@@ -113,10 +113,10 @@ def finite(engine: Engine, sync: HostSync) -> bool:
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkpoint | None:
     """Load the caller's checkpoint, or weights alone of a pretrained directory, which is no checkpoint."""
     sync = host_sync(engine.grid)
-    if is_pretrained(path):
+    if (reader := reader_of(path)) is not None:
         if not weights_only:
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
-        take_pretrained(engine, path, sync, "checkpoint")
+        resolve_name(reader)(engine, path, sync, "checkpoint")
         return None
     checkpoint = named_checkpoint(path, sync, _said_once(sync), "checkpoint")
     take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)

@@ -13,8 +13,9 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.comparison import differences
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.models.presets import shape_in
+from axonn_jax.readers import ADAPTER, CONFIG, WEIGHTS, reader_of
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 FOLDER = "pretrained"
 """Folder of a run with the small files of the model that it began from."""
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -38,15 +39,12 @@ SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of tra
 _MOST_CONFIG = 16 << 20
 _MOST_SMALL = 256 << 20
 _MOST_MANIFEST = 64 << 20
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _MERGE = "a whole model: merge the adapter into its base first, by `axonn-jax convert --merge`"
-_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def is_pretrained(directory: Path) -> bool:
     """Return True if a directory is a model in Hugging Face's layout, sound or not, and no training run."""
-    names = (CONFIG, *_WEIGHTS, *_ADAPTERS)
-    return not (directory / "checkpoints").is_dir() and any(os.path.lexists(directory / name) for name in names)
+    return reader_of(directory) is not None
 
 
 def root_of(directory: Path) -> Path:
@@ -63,17 +61,17 @@ def root_of(directory: Path) -> Path:
 
 def no_model(directory: Path, field: str, missing: str) -> UserError:
     """Return the error for a directory without a file, which names the files in its place."""
-    for pickle in _WEIGHTS[2:]:
+    for pickle in WEIGHTS[2:]:
         if os.path.lexists(directory / pickle) and missing != CONFIG:
             accepted = (
                 "safetensors, as save_pretrained of transformers writes: a pickle may run any code and is not read"
             )
             return UserError(field, str(directory / pickle), accepted)
-    for adapter in _ADAPTERS:
+    for adapter in ADAPTER:
         if os.path.lexists(directory / adapter):
             return UserError(field, str(directory / adapter), _MERGE)
     if missing != CONFIG and (parts := sorted(path.name for path in directory.glob("*.safetensors"))):
-        index = f"{_WEIGHTS[1]}, which names the file of each tensor, beside {parts[0]}"
+        index = f"{WEIGHTS[1]}, which names the file of each tensor, beside {parts[0]}"
         return UserError(field, str(directory), f"{missing}, or {index}; there is neither")
     return UserError(field, str(directory), f"a directory with {CONFIG} and safetensors; there is no {missing}")
 
