@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonn_jax.backend.traits import computes_on_cores
-from axonn_jax.channels.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
+from axonn_jax.distributed.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
 
 _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
 

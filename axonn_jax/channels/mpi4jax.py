@@ -16,8 +16,8 @@ import numpy as np
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.channels.base import Channel, Deliver, Failed, Ports
 from axonn_jax.channels.send_tracker import SendTracker
-from axonn_jax.channels.shards import local_devices, local_shards, rebuild, shard_bytes
 from axonn_jax.channels.wakeup import Wakeup
+from axonn_jax.distributed.shards import local_devices, local_shards, rebuild, shard_bytes
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.tasks import Direction, Message
 

@@ -12,8 +12,9 @@ import jax
 from axonn_jax.channels.base import Channel, Deliver, Failed, Ports
 from axonn_jax.channels.buffers import choose_buffers
 from axonn_jax.channels.send_tracker import SendTracker
-from axonn_jax.channels.shards import Tags, local_devices, local_shards, rebuild, shard_bytes
+from axonn_jax.channels.tags import Tags
 from axonn_jax.channels.wakeup import Wakeup
+from axonn_jax.distributed.shards import local_devices, local_shards, rebuild, shard_bytes
 from axonn_jax.schedule.tasks import Direction, Message
 
 if TYPE_CHECKING:

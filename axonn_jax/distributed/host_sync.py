@@ -127,7 +127,7 @@ class MpiSync(HostSync):
         """
         import jax
 
-        from axonn_jax.channels import shards
+        from axonn_jax.distributed import shards
 
         if not values:
             return {}

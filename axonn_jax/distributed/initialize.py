@@ -16,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 from axonn_jax import compat, terminal
 from axonn_jax.backend.cpu_allocator import keep_freed_memory
 from axonn_jax.backend.traits import computes_on_cores, gives_up_on_late_peers
-from axonn_jax.channels.mpi4jax import widen_pool
 from axonn_jax.distributed import gpus
 from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, meeting_place, world_comm
@@ -24,7 +23,6 @@ from axonn_jax.distributed.network import listen_at, offer, past_proxy
 from axonn_jax.distributed.processes import MET, World, detect, explicit_world, slurm_notice
 from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
-from axonn_jax.options import ChannelName
 
 _HEARTBEAT_S, _BEHIND_OURS_S = 30, 60
 """Limits of jax's own heartbeat, which ends a process in half the time or all of it without saying for whom; the second
@@ -84,14 +82,11 @@ def describe(world: World, grid: Grid) -> str:
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}){MET}{grid.shape}"
 
 
-def start(
-    shape: GridShape, explicit: World | None = None, settings: str = "", channel: ChannelName = "auto"
-) -> tuple[World, Grid]:
+def start(shape: GridShape, explicit: World | None = None, settings: str = "") -> tuple[World, Grid]:
     """Start the run's processes like `init`, without printing.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
-    ``UserError`` names the first differing line, before anything waits for a process with another program. `channel` is
-    the one that a pipeline's user asks for.
+    ``UserError`` names the first differing line, before anything waits for a process with another program.
     """
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
@@ -113,7 +108,7 @@ def start(
         notice = slurm_notice(os.environ, cores, on_cpus=not compat.accelerator_expected())
     say(world, notice)
     if world.size > 1 and shape.pipe > 1:
-        return world, _start_stage(shape, world, channel)
+        return world, _start_stage(shape, world)
     if world.size == 1:
         if jax.distributed.is_initialized() and jax.process_count() > 1:
             accepted = f"a launch that MPI takes part in; jax.distributed has {jax.process_count()} processes, MPI one"
@@ -133,7 +128,7 @@ def start(
     return world, grid
 
 
-def _start_stage(shape: GridShape, world: World, channel: ChannelName) -> Grid:
+def _start_stage(shape: GridShape, world: World) -> Grid:
     """Start jax for this process's stage: alone, or joined with the stage's other processes.
 
     Ranks are dealt out stage by stage, so a stage's processes are neighbours. Raises ``UserError`` where the processes
@@ -157,8 +152,6 @@ def _start_stage(shape: GridShape, world: World, channel: ChannelName) -> Grid:
         say(world, "the script's jax.distributed is shut down: each stage of a pipeline has its own")
         jax.distributed.shutdown()
     say(world, gpus.take(world.rank, count, comm.allgather))
-    if channel == "mpi4jax":
-        widen_pool()
     if per_stage == 1:
         if left:  # else jax goes on counting the processes of before
             join(replace(world, rank=0, size=1, hosts=1, coordinator=offer(1)))

@@ -13,6 +13,7 @@ from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
 from axonn_jax.channels import choose
+from axonn_jax.channels.mpi4jax import widen_pool
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, MpiSync, host_sync, only_run_in, together
@@ -44,7 +45,9 @@ _OVER = 1.5
 
 def train(config: Config) -> int:
     """Train as a checked config says and leave a run directory; return the exit status."""
-    world, grid = start(config.grid, settings=to_toml(config), channel=config.pipeline.channel)
+    if config.grid.pipe > 1 and config.pipeline.channel == "mpi4jax":
+        widen_pool()  # jax fixes the number of threads when it starts
+    world, grid = start(config.grid, settings=to_toml(config))
     sync = host_sync(grid)
     with only_run_in(config.log.dir, sync, say), grid.entered():
         return _train(config, world, grid, sync)

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonn_jax.channels import ChannelClosed, Ports, open_channel
-from axonn_jax.channels.shards import Tags, empty_bytes, from_bytes, host_bytes, local_shards, rebuild
+from axonn_jax.channels.tags import Tags
+from axonn_jax.distributed.shards import empty_bytes, from_bytes, host_bytes, local_shards, rebuild
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.schedule.tasks import Message

@@ -19,10 +19,10 @@ from axonn_jax.train import main as training
 start, grids = initialize.start, {}
 
 
-def starting(shape, explicit=None, settings="", channel="auto"):
+def starting(shape, explicit=None, settings=""):
     """As `start`; a pipeline's grid stays, whose processes cannot join others once they are a stage's."""
     if shape not in grids or shape.pipe == 1:
-        grids[shape] = start(shape, explicit, settings, channel)
+        grids[shape] = start(shape, explicit, settings)
         # Joined, processes stay connected, and have told each other of their GPUs.
         initialize.join, initialize.gpus.take = lambda world: None, lambda *views: ""
     return grids[shape]
