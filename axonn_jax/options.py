@@ -40,6 +40,8 @@ InstructionLoss = Literal["response", "all"]
 TooLong = Literal["drop", "cut"]
 """Fate of a document longer than a row."""
 
+Rows = Literal["auto", "parts", "whole"]
+"""Rows that a user's loss sees at once: those of a microbatch of one replica, or of all replicas."""
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,18 +14,14 @@ from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.memory.report import check_resident
+from axonn_jax.options import Rows
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig, TrainConfig
 from axonn_jax.train.engines.base import copied_model
-from axonn_jax.train.engines.engine import Engine
-from axonn_jax.train.engines.pipeline import PipelineEngine
+from axonn_jax.train.engines.engine import Engine, mean_by_count
 from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.modules.apart import fitting
-from axonn_jax.train.modules.job import check_loss, loss_job
-from axonn_jax.train.modules.numbers import means
-from axonn_jax.train.modules.proof import Rows
 from axonn_jax.train.optimizer import averaging
 from axonn_jax.train.rules import Chosen, check_rules
 from axonn_jax.train.saving import iterator_of, load_checkpoint, resume_newest, save_as
@@ -116,13 +112,19 @@ class Trainer:
         given: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
         given["microbatches"] = integer("microbatches", microbatches, 1)
         self._numbers: Callable[[Any, Any], Any] | None = None
-        with grid.entered():
+        self._fitting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        with grid.entered():  # an engine's modules are imported where it is asked for, and need not be there otherwise
             if loss is not None:
+                from axonn_jax.train.modules.apart import fitting
+                from axonn_jax.train.modules.job import loss_job
+
                 given |= {"weight": weight, "rows": rows, "wrt": wrt}
                 job = loss_job(model, optimizer, grid, loss=loss, **given)
                 engine = SpmdEngine(job, grid, seed=seed, memory=memory)
-                self.engine, self._numbers = engine, engine.numbers
+                self.engine, self._numbers, self._fitting = engine, engine.numbers, fitting
             elif grid.shape.pipe > 1:
+                from axonn_jax.train.engines.pipeline import PipelineEngine
+
                 self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)
             else:
                 job = model_job(model, optimizer, grid, tensor=tensor, **given)
@@ -172,7 +174,7 @@ class Trainer:
         """
         batch = self.engine.batches.read(batch, counts=True)
         self.pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
-        with fitting(batch):
+        with self._fitting(batch):
             metrics = self.engine.step(batch)
         self.pruning.at(self.engine.steps_done)
         return metrics
@@ -197,6 +199,8 @@ class Trainer:
         if (loss is not None or aux) and self._numbers is None:
             raise UserError("evaluate", "loss= or aux=", "neither, by a Trainer without loss=")
         if loss is not None:
+            from axonn_jax.train.modules.job import check_loss
+
             check_loss(loss)
         self.pruning.check_masks()
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
@@ -204,12 +208,17 @@ class Trainer:
             for batch in map(shaped.read, batches):
                 rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
                 filled = shaped.filled(batch, rows)
-                with fitting(batch):
+                with self._fitting(batch):
                     own = self._numbers
                     given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
                 results.append(bounded(given))
         if not results:
             raise UserError("batches", "none", "at least one batch")
+        if self._numbers is None:
+            losses, counts, _ = zip(*results, strict=True)
+            return mean_by_count(losses, [float(count) for count in counts])
+        from axonn_jax.train.modules.numbers import means
+
         mean, numbers = means(results)
         return (mean, numbers) if aux else mean
 

@@ -1,7 +1,7 @@
 """The `Engine` protocol: `SpmdEngine` (one compiled program) and `PipelineEngine` (stages as tasks)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,16 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
         if not bounds.min <= extreme <= bounds.max:
             raise UserError("batch", f"{type(batch).__name__} with {extreme}", accepted)
     return ids.astype(np.int32, copy=False)
+
+
+def mean_by_count(values: Sequence[Any], counts: Sequence[float]) -> float:
+    """Return the mean of numbers of batches, each by what its batch counts.
+
+    Raises ``UserError`` where nothing counts.
+    """
+    if not any(counts):
+        raise UserError("evaluate", "no targets", "at least one target that counts")
+    return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
 
 
 class Batches(ABC):

@@ -17,6 +17,7 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models.stacked import Stack, unstacked
+from axonn_jax.options import Rows
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Pruner
@@ -33,7 +34,7 @@ from axonn_jax.train.modules.nnx_module import ModuleApart
 from axonn_jax.train.modules.numbers import Weight
 from axonn_jax.train.modules.own_tree import in_own_tree
 from axonn_jax.train.modules.program import LossProgram
-from axonn_jax.train.modules.proof import ROWS, Proof, Rows
+from axonn_jax.train.modules.proof import ROWS, Proof
 from axonn_jax.train.optimizer import check_elementwise, layers_once
 
 

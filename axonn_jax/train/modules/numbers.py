@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from axonn_jax.errors import UserError
+from axonn_jax.train.engines.engine import mean_by_count
 
 Weight = Callable[[Any], Any]
 """Function of a batch -> what its mean loss counts."""
@@ -57,13 +58,11 @@ def means(results: Sequence[tuple[Any, Any, Any]]) -> tuple[float, Any]:
     Raises ``UserError`` where nothing counts.
     """
     counts = [float(count) for _, count, _ in results]
-    if not any(counts):
-        raise UserError("evaluate", "no targets", "at least one target that counts")
 
     def mean(*values: Any) -> float:
         if is_total(values[0]):
             return sum(float(each.value) for each in values)
-        return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
+        return mean_by_count(values, counts)
 
     numbers = [each for _, _, each in results]
     return mean(*(loss for loss, _, _ in results)), jax.tree.map(mean, *numbers, is_leaf=is_total)

@@ -1,13 +1,14 @@
 """Way in which a loss runs, by proof: the first whose results are those of all rows at once on one device."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from axonn_jax.backend.dependence.rows import Verdict
 from axonn_jax.errors import UserError, first_line
+from axonn_jax.options import Rows
 from axonn_jax.tensor.params import Params
 from axonn_jax.tensor.specs import values_of
 from axonn_jax.tensor.weight_gather import Weights
@@ -18,8 +19,7 @@ from axonn_jax.train.modules.probes import Results, apart
 from axonn_jax.train.modules.program import LossProgram
 from axonn_jax.train.modules.row_verdict import verdict_of
 
-Rows = Literal["auto", "parts", "whole"]
-ROWS: tuple[Rows, ...] = ("auto", "parts", "whole")
+ROWS: tuple[Rows, ...] = get_args(Rows)
 _WAYS: tuple[Way, ...] = ("parts", "whole", "xla")
 
 _HALVES = (jnp.bfloat16, jnp.float16)
