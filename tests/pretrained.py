@@ -11,8 +11,8 @@ import tokenizers
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
-from axonn_jax.models.huggingface import shape_from_config
 from axonn_jax.models.huggingface.entries import entries_of
+from axonn_jax.models.huggingface.families import shape_from_config
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 _SIZES = {

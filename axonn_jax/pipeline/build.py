@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from axonn_jax.channels import open_channel
 from axonn_jax.channels.base import Ports
+from axonn_jax.channels.choice import open_channel
 from axonn_jax.distributed.gossip import RankStatus
 from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.distributed.host_sync import LocalSync, MpiSync

@@ -12,7 +12,7 @@ from axonn_jax import compat
 from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import computes_on_cores, fused_attention_expected
-from axonn_jax.channels import choose
+from axonn_jax.channels.choice import choose
 from axonn_jax.channels.mpi4jax import widen_pool
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axonn_jax.channels import choose, open_channel
 from axonn_jax.channels.base import Ports
 from axonn_jax.channels.buffers import DeviceBuffers, HostBuffers, choose_buffers, takes_device_memory
+from axonn_jax.channels.choice import choose, open_channel
 from axonn_jax.channels.mpi4jax import pool_threads, widen_pool
 from axonn_jax.errors import UserError
 
@@ -91,7 +91,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(name, missing):
         pytest.skip("no mpi4py")
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from axonn_jax.channels import choose\n"
+        "from axonn_jax.channels.choice import choose\n"
         "from axonn_jax.errors import UserError\n"
         "try:\n"
         f"    choose({name!r}, 2)\n"

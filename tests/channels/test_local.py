@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axonn_jax.channels import ChannelClosed, Ports, open_channel
+from axonn_jax.channels.base import ChannelClosed, Ports
+from axonn_jax.channels.choice import open_channel
 from axonn_jax.channels.tags import Tags
 from axonn_jax.distributed.shards import empty_bytes, from_bytes, host_bytes, local_shards, rebuild
 from axonn_jax.errors import UserError
@@ -120,7 +121,8 @@ def test_local_needs_no_mpi_package():
     code = (
         "import sys; sys.modules['mpi4py'] = sys.modules['mpi4jax'] = None\n"
         "import jax\n"
-        "from axonn_jax.channels import Ports, choose, open_channel\n"
+        "from axonn_jax.channels.base import Ports\n"
+        "from axonn_jax.channels.choice import choose, open_channel\n"
         "assert choose('auto', 1) == 'local'\n"
         "channel = open_channel('local', Ports({}, 1)); channel.start(print, print); assert channel.close()\n"
         "import axonn_jax.channels.mpi4py, axonn_jax.channels.mpi4jax\n"

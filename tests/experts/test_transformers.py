@@ -9,7 +9,7 @@ from huggingface_fixtures import ROUTED, stored
 
 from axonn_jax.experts.router import balance_loss, route
 from axonn_jax.experts.shape import ExpertShape
-from axonn_jax.models.huggingface import shape_from_config
+from axonn_jax.models.huggingface.families import shape_from_config
 
 # A softmax or sigmoid, a sum of a few terms, a division: a few roundings each. The balance sums 24 tokens.
 TOLERANCE = 8 * float(np.finfo(np.float32).eps)

@@ -18,7 +18,8 @@ from trainers import make_trainer
 from axonn_jax import GridShape, MoeConfig
 from axonn_jax.inference.programs import logits
 from axonn_jax.models import ModelShape, Transformer
-from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
+from axonn_jax.models.huggingface.entries import from_huggingface, to_huggingface
+from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
 

@@ -9,8 +9,8 @@ from huggingface_fixtures import FAMILIES, config, under
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
-from axonn_jax.models.huggingface.families import config_from_shape
+from axonn_jax.models.huggingface.entries import from_huggingface, to_huggingface
+from axonn_jax.models.huggingface.families import config_from_shape, shape_from_config
 
 
 @pytest.mark.parametrize("kind", ["weights/", "gradients/"])

@@ -10,7 +10,7 @@ import pytest
 
 import axonn_jax as ax
 from axonn_jax import GridShape, UserError
-from axonn_jax.models.huggingface import from_huggingface
+from axonn_jax.models.huggingface.entries import from_huggingface
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.tensor.params import split_module
 

@@ -16,7 +16,7 @@ from trainers import make_trainer
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.grid import GridShape
 from axonn_jax.inference.programs import logits
-from axonn_jax.models.huggingface import from_huggingface, to_huggingface
+from axonn_jax.models.huggingface.entries import from_huggingface, to_huggingface
 from axonn_jax.models.presets import preset
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.planner.communication import StepSpec, predict

@@ -25,8 +25,9 @@ jax.config.update("jax_num_cpu_devices", max(int(check.split("/")[2]) for check 
 
 from mpi4py import MPI  # noqa: E402
 
-from axonn_jax.channels import ChannelClosed, Ports, open_channel  # noqa: E402
+from axonn_jax.channels.base import ChannelClosed, Ports  # noqa: E402
 from axonn_jax.channels.buffers import DeviceBuffers  # noqa: E402
+from axonn_jax.channels.choice import open_channel  # noqa: E402
 from axonn_jax.channels.wakeup import Wakeup  # noqa: E402
 from axonn_jax.schedule.tasks import Message  # noqa: E402
 

@@ -172,7 +172,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
 def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
     """Figures of messages by channel, for the default channel here; empty with one device."""
-    from axonn_jax.channels import choose
+    from axonn_jax.channels.choice import choose
     from axonn_jax.cli.calibrate import links
 
     if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):

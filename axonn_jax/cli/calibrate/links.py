@@ -87,7 +87,8 @@ def mpi_messages(channel: str, elements: Sequence[int], rounds: int) -> Rate:
 
 
 def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) -> Rate:
-    from axonn_jax.channels import Ports, open_channel
+    from axonn_jax.channels.base import Ports
+    from axonn_jax.channels.choice import open_channel
     from axonn_jax.schedule.tasks import Message
 
     me, inbox = pair.Get_rank(), queue.SimpleQueue[Any]()

@@ -1,6 +1,1 @@
 """Hugging Face models: config.json and safetensors of transformers, read into any grid and written."""
-
-from axonn_jax.models.huggingface.entries import from_huggingface, to_huggingface
-from axonn_jax.models.huggingface.families import shape_from_config
-
-__all__ = ["from_huggingface", "shape_from_config", "to_huggingface"]

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axonn_jax.channels import choose
+from axonn_jax.channels.choice import choose
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.grid import Grid

@@ -1,0 +1,79 @@
+"""Choice of the channel between pipeline stages, and its opening."""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, get_args
+
+from axonn_jax.channels.base import Channel, Ports
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.options import ChannelName
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_GET_IT = "install the extra `mpi` (scripts/setup does; `axonn-jax doctor` shows what is missing)"
+_FIELD = "pipeline.channel"
+
+
+def choose(name: str, processes: int) -> str:
+    """Return the channel to use: `local`, `mpi4py` or `mpi4jax`.
+
+    `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
+    messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they are
+    not (scripts/bench/channels), and it needs one thread and no free core. On GPUs mpi4jax waits for the stream that
+    computes, and so each message for the tasks in it (read from its sources, not measured). `processes` is the run's
+    number of processes. Raises ``UserError`` for an unknown or impossible name.
+    """
+    if name not in (known := get_args(ChannelName)):
+        raise UserError(_FIELD, name, f"one of {', '.join(known)}{nearest(name, known)}")
+    if processes == 1 and name in ("auto", "local"):
+        return "local"
+    if processes == 1:
+        raise UserError(_FIELD, name, "local or auto in a run of one process; mpirun or srun starts several")
+    if name == "local":
+        raise UserError(_FIELD, name, f"mpi4py, mpi4jax or auto in a run of {processes} processes")
+    if name == "mpi4jax":
+        from axonn_jax.channels.mpi4jax import check_pool
+
+        _need("mpi4jax", name)
+        check_pool()
+    mpi = _need("mpi4py.MPI", name)
+    level = mpi.Query_thread()
+    if level != mpi.THREAD_MULTIPLE:  # a channel's threads call MPI beside the caller's
+        levels = {getattr(mpi, f"THREAD_{word}"): word for word in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+        raise UserError(
+            _FIELD, name,
+            f"an MPI of thread level MPI_THREAD_MULTIPLE; this one gave MPI_THREAD_{levels.get(level, level)} "
+            f"({mpi.Get_library_version().split(',')[0].strip()}); `axonn-jax doctor` shows it",
+        )  # fmt: skip
+    return "mpi4py" if name == "auto" else name
+
+
+def open_channel(name: str, ports: Ports, comm: "MPI.Comm | None" = None) -> Channel:
+    """Make the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's.
+
+    A virtual stage lives on the rank `stage % comm.Get_size()`.
+    """
+    if name == "local":
+        from axonn_jax.channels.local import LocalChannel
+
+        return LocalChannel(ports)
+    if comm is None:
+        raise UserError(_FIELD, name, "local without an MPI communicator")
+    if name == "mpi4jax":
+        from axonn_jax.channels.mpi4jax import Mpi4jaxChannel
+
+        return Mpi4jaxChannel(comm, ports)
+    from axonn_jax.channels.mpi4py import Mpi4pyChannel
+
+    return Mpi4pyChannel(comm, ports)
+
+
+def _need(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        alone = " or channel mpi4py" if package == "mpi4jax" else ""
+        accepted = f"a channel with a package that imports; {package} does not ({error}): {_GET_IT}{alone}"
+        raise UserError(_FIELD, name, accepted) from None
