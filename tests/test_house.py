@@ -21,6 +21,7 @@ ALLOWED = {
     "longest function": 93,
     "arrows up": 0,
     "arrows up, lazy or for types": 0,
+    "arrows out of parts": 0,
     "circles": 0,
     "circles, lazy and for types too": 0,
     "circles between files": 3,
@@ -80,6 +81,7 @@ def test_an_arrow_up_is_seen_wherever_it_stands(tree):
     assert found.arrows_up("eager") == ["f -> elsewhere/g", "models/a -> train/b"]
     assert found.arrows_up("lazy", "typing") == ["schedule/e -> models/a", "tensor/c -> cli/d"]
     assert found.circles("eager") == ["models <-> train"]
+    assert found.arrows_out() == ["tensor/c -> cli/d"]
 
 
 def test_names_sizes_and_circles_of_files_are_seen(tree):
