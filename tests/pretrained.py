@@ -9,7 +9,6 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
 from axonn_jax.models.huggingface.entries import entries_of
 from axonn_jax.models.huggingface.families import shape_from_config
@@ -116,6 +115,8 @@ def directory(folder: Path, family: str, files: int = 1, **changes) -> Path:
 
 def converted(root: Path, dtype: np.dtype = F32, files: int = 1) -> Path:
     """A llama in `hf` with a foreign tokenizer, data prepared with it, and `base`, the directory it is converted to."""
+    from axonn_jax.cli.main import main  # of the other models here none needs a command
+
     source = write_model(root / "hf", CONFIGS["llama"], weights(CONFIGS["llama"], dtype), files)
     # Its end is not number 0.
     (source / "tokenizer.json").write_text(bpe(290, ["<pad>", "<|endoftext|>"]).to_str())
