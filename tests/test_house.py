@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 ALLOWED = {
     "lines": 52_000,
     "lines of tests": 41_800,
-    "lines of scripts": 14_900,
+    "lines of scripts": 15_100,
     "files": 345,
     "files in the root": 11,
     "folders over 12 files": 0,
