@@ -67,9 +67,11 @@ def above(part: str, below: dict[str, tuple[str, ...]]) -> set[str]:
 def main() -> None:
     """Print the selection for this checkout."""
     paths = changed()
-    house = ModuleType("house")
-    sys.modules["house"] = house  # its dataclasses look themselves up
-    SourceFileLoader("house", str(ROOT / "scripts" / "house")).exec_module(house)
+    loader = SourceFileLoader("house", str(ROOT / "scripts" / "house"))
+    house = ModuleType(loader.name)
+    house.__file__ = loader.path
+    sys.modules[loader.name] = house  # its dataclasses look themselves up
+    loader.exec_module(house)
     for path in sorted(selection(paths, house.BELOW)) if paths else ():
         print(path)
 

@@ -1,6 +1,7 @@
 """Tests that a change needs: those of its part and of the parts above it, as scripts/test runs them."""
 
 import subprocess
+import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -66,3 +67,8 @@ def test_changes_are_those_since_the_branch_left_its_upstream(checkout):
     assert sorted(checkout.changed()) == ["tests/core/test_it.py", "tests/new.py"]
     git(clone, "remote", "remove", "origin")
     assert checkout.changed() == []
+
+
+def test_the_script_knows_the_parts_of_this_checkout():
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True)
+    assert all(path.startswith("tests/") for path in done.stdout.splitlines())
