@@ -1,8 +1,4 @@
-"""Dispatch with a capacity, as in the paper: all-to-alls of equally many tokens per expert; excess tokens are dropped.
-
-The dropped tokens depend on the grid, and so does the loss. This way sends less than `dispatch` if `expert` is above
-the choices of a token; DeepSpeed-TED (Singh et al., ICS 23) works so.
-"""
+"""Capacity-based dispatch (DeepSpeed-TED, Singh et al., ICS 23): fixed slots per expert, excess tokens dropped."""
 
 from collections.abc import Callable
 
@@ -37,14 +33,24 @@ def by_capacity(
     *,
     sequence_split: bool,
 ) -> jax.Array:
-    """Tokens [tokens, hidden/Gx] -> sums of the experts' outputs, zero for choices without a slot.
+    """Return the weighted sum of the experts' outputs for each token; a choice without a slot contributes zero.
 
-    `compute` gives partial sums of slots [experts/G, slots, hidden], in their shape. Slots fill in the order of the
-    tokens, first choices before second ones. Collectives, with s slots an expert:
-    all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the
-    slots' features gathered over `x` and reduce-scattered; where duplicates are dropped or the sequence is split, slots
-    gathered over `y` and reduce-scattered, and results gathered over `y` behind (not with a split sequence); else an
-    all-reduce over `y`.
+    Which tokens are dropped depends on the grid, and so does the loss. Slots fill in token order, first choices before
+    second ones. Sends less than `dispatch` when the `expert` axis is larger than the number of choices per token.
+
+    Args:
+        x: Local tokens, [tokens, hidden/Gx].
+        routing: Choices and weights of the same tokens.
+        compute: Maps slots [experts/G, slots, hidden] to partial sums of the same shape.
+        experts: Number of experts in the layer.
+        capacity: Slots of an expert over the mean number of tokens that choose it.
+        sequence_split: True if `y` splits the sequence.
+
+    Returns:
+        An array shaped like `x`. Collectives, with s slots per expert: two all-to-alls over `expert` of `experts * s`
+        rows of hidden/Gx, `(G-1)/G` of those bytes per device each; an all-gather and a reduce-scatter of the slots
+        over `x`. Over `y`, an all-gather and a reduce-scatter of the slots if duplicates are dropped or the sequence is
+        split (plus an all-gather of the results if duplicates are dropped), otherwise one all-reduce.
     """
     choices, weights = routing.choices, routing.weights
     dropped = drops_duplicates(sequence_split)
@@ -54,14 +60,17 @@ def by_capacity(
     positions = _positions(choices, experts)
     sent = jnp.zeros((experts, count, x.shape[1]), x.dtype)
     sent = mark_varying(sent, compat.varying_axes(x))
-    for k in range(choices.shape[1]):  # a token's choices are of different experts: no slot is written twice
+    # A token never chooses an expert twice, so no slot is written twice and `set` needs no ordering. Positions beyond
+    # the last slot are out of bounds: "drop" discards those tokens here, "fill" reads zeros for them below.
+    for k in range(choices.shape[1]):
         sent = sent.at[choices[:, k], positions[:, k]].set(x, mode="drop")
-    slots = _exchanged(sent, split=0, joined=1)
+    slots = _exchanged(sent, split=0, concat=1)
     over_y = dropped or sequence_split
     slots = gather_over(slots, SEQUENCE_AXIS, 1, TOKENS) if over_y else mark_varying(slots, (SEQUENCE_AXIS,))
     sums = scatter_features(compute(gather_features(slots)))
     sums = scatter_over(sums, SEQUENCE_AXIS, 1, TOKENS) if over_y else all_reduce(sums, SEQUENCE_AXIS)
-    back = _exchanged(sums, split=1, joined=0)
+    back = _exchanged(sums, split=1, concat=0)
+    # Accumulate in float32, as `grouped_mlp` does.
     out = jnp.zeros(x.shape, jnp.float32)
     for k in range(choices.shape[1]):
         row = back.at[choices[:, k], positions[:, k]].get(mode="fill", fill_value=0)
@@ -73,15 +82,16 @@ def by_capacity(
 def _positions(choices: jax.Array, experts: int) -> jax.Array:
     """Return each choice's slot within its expert, [tokens, k]; a number beyond the slots means dropped."""
     tokens, k = choices.shape
+    # Choice-major order, so that a token's second choice never takes a slot from another token's first.
     first_choices_first = choices.T.reshape(-1)
-    chosen = jax.nn.one_hot(first_choices_first, experts, dtype=jnp.int32)
-    before = jnp.cumsum(chosen, axis=0) - chosen
-    positions = jnp.take_along_axis(before, first_choices_first[:, None], axis=1, mode="clip")[:, 0]
+    selected = jax.nn.one_hot(first_choices_first, experts, dtype=jnp.int32)
+    preceding = jnp.cumsum(selected, axis=0) - selected
+    positions = jnp.take_along_axis(preceding, first_choices_first[:, None], axis=1, mode="clip")[:, 0]
     return positions.reshape(k, tokens).T
 
 
-def _exchanged(x: jax.Array, *, split: int, joined: int) -> jax.Array:
+def _exchanged(x: jax.Array, *, split: int, concat: int) -> jax.Array:
     if axis_size(EXPERT_AXIS) == 1:
         return x
-    moved = lax.all_to_all(x, EXPERT_AXIS, split_axis=split, concat_axis=joined, tiled=True)
+    moved = lax.all_to_all(x, EXPERT_AXIS, split_axis=split, concat_axis=concat, tiled=True)
     return checkpoint_name(moved, f"{TOKENS}_all_to_all")

@@ -1,9 +1,4 @@
-"""Dispatch of tokens to the devices of their experts, and the way back, on local shards.
-
-Tokens are split over `expert`, features over `x`, a split sequence over `y`. Every device computes its own experts,
-each with a part of the inner features (over `y` and `x`), for all choosing tokens of its `expert`, `y` and `x`: tokens
-are gathered, and results reduce-scattered. No token is dropped.
-"""
+"""Dropless dispatch: tokens are gathered to the devices of their experts and results reduce-scattered back."""
 
 import jax
 from jax import lax
@@ -23,26 +18,32 @@ from axonn_jax.tensor.collectives import (
     scatter_over,
 )
 
+# Local shards: tokens are split over `expert`, features over `x`, a split sequence over `y`. The experts are split over
+# `expert` and their inner features over (`y`, `x`), so devices along `y` and `x` need the same tokens, all those that
+# choose their experts.
+
 EXPERT_AXIS = "expert"
 TOKENS = "tokens"
-"""First word of the names of collectives on tokens."""
+"""Prefix of the checkpoint names of collectives on tokens."""
 
 
 def drops_duplicates(sequence_split: bool) -> bool:
-    """Return True if the devices along `y`, which have the same tokens, each send a part.
+    """Return True if devices along `y`, which hold the same tokens, each send a different part of them.
 
-    Duplicate token dropping (TED, Singh et al., ICS 23, section 5.1). Where nothing is sent there are no duplicates.
+    Duplicate token dropping (TED, Singh et al., ICS 23, section 5.1). With a single group of experts no token is sent,
+    so there is nothing to drop.
     """
     return not sequence_split and axis_size(EXPERT_AXIS) > 1 and axis_size(SEQUENCE_AXIS) > 1
 
 
 def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [tokens, hidden/Gx], their choices and weights -> the same of all tokens of `expert`, whole features.
+    """Gather tokens [tokens, hidden/Gx] with their choices and weights over `expert`, and their features over `x`.
 
-    Collectives: all-gathers over `expert` and `y`, and of the features over `x`. Bytes a device on a ring, with t
-    tokens of h bytes and k choices on each: over `expert` `(G-1) t (h + 8 k)`, of t/Gy tokens where duplicates are
-    dropped; then over `y` `(Gy-1)/Gy` of the gathered bytes, where duplicates are dropped or the sequence is split;
-    over `x` `(Gx-1)/Gx` of the tokens with all features.
+    Returns:
+        Tokens [all tokens, hidden], choices and weights [all tokens, k] of every device along `expert`. Collectives:
+        all-gathers over `expert`, `y` and `x`. Bytes per device on a ring, with t tokens of h bytes and k choices per
+        device: `(G-1) t (h + 8 k)` over `expert`, of t/Gy tokens if duplicates are dropped; `(Gy-1)/Gy` of the gathered
+        bytes over `y` if duplicates are dropped or the sequence is split; `(Gx-1)/Gx` of the full tokens over `x`.
     """
     choices, weights = routing.choices, routing.weights
     dropped = drops_duplicates(sequence_split)
@@ -53,16 +54,17 @@ def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tu
         part = gather_over(part, EXPERT_AXIS, 0, TOKENS)
         if dropped or sequence_split:
             return gather_over(part, SEQUENCE_AXIS, 0, TOKENS)
+        # Inner features are split over `y`, so the transpose has to sum the gradients there: an all-reduce.
         return mark_varying(part, (SEQUENCE_AXIS,))
 
     return gather_features(everyone(x)), everyone(choices), everyone(weights)
 
 
 def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
-    """Partial sums of all tokens of `expert` [tokens, hidden] -> sums of a device's own [tokens/G, hidden/Gx].
+    """Reduce partial sums [all tokens, hidden] to the sums of this device's tokens, [tokens, hidden/Gx].
 
-    Collectives: reduce-scatters over `x`, `y` and `expert`, with the bytes of the gathers; where duplicates were
-    dropped an all-gather over `y` behind, and where they stayed (one group of experts) an all-reduce over `y`.
+    Collectives: reduce-scatters over `x`, `y` and `expert` with the bytes of `gather_tokens`; a final all-gather over
+    `y` if duplicates were dropped. With a single group of experts the reduction over `y` is an all-reduce.
     """
     sums = scatter_features(sums)
     dropped = drops_duplicates(sequence_split)
@@ -72,23 +74,24 @@ def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
     return undrop(sums) if dropped else sums
 
 
-# The stream is the same along `y`. Autodiff would make all-reduces of both ways back; each is the other's.
+# The residual stream is replicated along `y`. Autodiff would transpose both operations to all-reduces; each is exactly
+# the other's transpose, at half the bytes.
 @jax.custom_vjp
 def drop(x: jax.Array) -> jax.Array:
-    """Return this device's part of tokens common to devices along `y`; back, an all-gather over `y`."""
+    """Return this device's slice of tokens replicated along `y`; the backward pass all-gathers over `y`."""
     return local_sequence(x, 0)
 
 
 @jax.custom_vjp
 def undrop(x: jax.Array) -> jax.Array:
-    """All-gather the parts of the tokens over `y`; the gradient is the own part."""
-    return _all(x)
+    """All-gather slices of tokens over `y`; the backward pass takes this device's slice of the gradient."""
+    return _gather_slices(x)
 
 
-def _all(x: jax.Array) -> jax.Array:
+def _gather_slices(x: jax.Array) -> jax.Array:
     gathered = checkpoint_name(lax.all_gather(x, SEQUENCE_AXIS, axis=0, tiled=True), "tokens_all_gather")
     return assume_replicated(gathered, (SEQUENCE_AXIS,))
 
 
-drop.defvjp(lambda x: (local_sequence(x, 0), None), lambda _, dy: (_all(dy),))
-undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (local_sequence(dy, 0),))
+drop.defvjp(lambda x: (local_sequence(x, 0), None), lambda _, dy: (_gather_slices(dy),))
+undrop.defvjp(lambda x: (_gather_slices(x), None), lambda _, dy: (local_sequence(dy, 0),))

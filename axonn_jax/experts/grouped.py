@@ -1,10 +1,4 @@
-"""Grouped matmuls: the feed-forward layers of a device's experts, each on the tokens choosing this expert.
-
-Tokens are put in the order of their experts; a loop goes over experts, and an inner one over tiles of an expert's
-tokens. So every token is computed, however uneven the choices, without a buffer for the worst case; nothing of the
-inner width is kept, as the backward pass computes it again, tile by tile. `jax.lax.ragged_dot` has no such form on
-CPUs, and on GPUs without Triton multiplies every token with every expert.
-"""
+"""Grouped matmuls: each local expert's feed-forward layer on the tokens that choose it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,9 +14,14 @@ from axonn_jax.options import Mlp
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import activated
 
+# Tokens are sorted by expert; a loop over experts contains a loop over tiles of an expert's tokens. However uneven the
+# choices, no token is dropped and no worst-case buffer is allocated. Inner activations are not saved: the backward pass
+# recomputes them tile by tile. `jax.lax.ragged_dot` cannot do this on CPUs, and on GPUs without Triton it multiplies
+# every token by every expert.
+
+# Bounds on the tokens in a tile. With fewer, accumulating the kernels' gradients takes longer than the products; with
+# more, the padding of the last tile costs too much.
 _FEWEST, _MOST = 32, 128
-"""Tokens of a tile: with fewer the sums of the kernels' gradients take longer than the products, with more the last
-tile's padding costs too much."""
 
 
 class _Kernels(NamedTuple):
@@ -32,12 +31,8 @@ class _Kernels(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Choices in the order of their experts."""
-
-    order: jax.Array
-    """Their numbers (token times k, plus which), and a tile of anything behind them."""
-    starts: jax.Array
-    """Start of each expert's tokens, and the end of the last expert's."""
+    order: jax.Array  # flat indices into [tokens, k], sorted by expert and padded by one tile
+    starts: jax.Array  # start of each expert's choices in `order`, and the end of the last expert's
 
 
 def grouped_mlp(
@@ -49,11 +44,19 @@ def grouped_mlp(
     down: jax.Array,
     activation: Mlp,
 ) -> jax.Array:
-    """Sum over a token's choices of `weight * down(activation(gate x) * up x)`; without `gate` of `activation(up x)`.
+    """Return `sum over choices of weight * down(activation(gate x) * up x)` for each token; no collectives.
 
-    Shapes: `x` [tokens, hidden], `choices` and `weights` [tokens, k], a token's choices all different, `gate` and `up`
-    [experts, hidden, ffn], `down` [experts, ffn, hidden] -> like `x`. Choices of other experts count nothing. Sums over
-    tiles and choices are float32; no collectives.
+    Args:
+        x: Tokens, [tokens, hidden].
+        choices: Local expert indices, [tokens, k], all different within a token; out-of-range ones are ignored.
+        weights: Weights of the choices, [tokens, k].
+        gate: Kernels of the gate, [experts, hidden, ffn]; None applies the activation to `up x` itself.
+        up: Kernels into the experts, [experts, hidden, ffn].
+        down: Kernels out of the experts, [experts, ffn, hidden].
+        activation: Kind of feed-forward layer.
+
+    Returns:
+        An array shaped like `x`, in its dtype; accumulated in float32.
     """
     tile = _tile(choices.shape[0], choices.shape[1], up.shape[0])
     operands = (x, weights, _Kernels(gate, up, down), _sorted(choices, up.shape[0], tile))
@@ -62,7 +65,7 @@ def grouped_mlp(
 
 
 def _tile(tokens: int, k: int, experts: int) -> int:
-    """A power of two near the mean number of tokens of an expert; no more than there are tokens."""
+    # A power of two near an expert's mean load, but no larger than the number of tokens.
     mean = max(tokens * k // experts, 1)
     return min(max(1 << (mean.bit_length() - 1), _FEWEST), _MOST, 1 << (tokens - 1).bit_length())
 
@@ -72,6 +75,7 @@ def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
     count = flat.size
     if (experts + 1) * count >= 2**31:
         raise ValueError(f"{count} choices of {experts} experts do not fit 32-bit numbers")
+    # One sort of int32 keys (expert, position) gives a stable order by expert without carrying a second operand.
     number = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     keys = lax.sort(number * count + lax.iota(jnp.int32, count))
     starts = jnp.searchsorted(keys, jnp.arange(experts + 1, dtype=jnp.int32) * count).astype(jnp.int32)
@@ -79,44 +83,39 @@ def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
 
 
 class _Tile(NamedTuple):
-    """Some tokens of one expert."""
-
-    numbers: jax.Array
-    """Numbers of the tile's choices."""
+    numbers: jax.Array  # flat indices of the tile's choices, [tile]
+    # Row of each choice in `x`. Past the end of the expert's tokens it is out of range, so that it reads zeros and adds
+    # nothing: masking another expert's token by a zero weight would turn its infinities into NaN.
     tokens: jax.Array
-    """Their rows; where the last tile is not full, the number of all tokens, whose row is read as zero and never added
-    to: another expert's token there would take part, and 0 times infinity is NaN."""
-    here: jax.Array
-    """Return True for rows of the tile with a token of the expert, [tile]."""
+    valid: jax.Array  # True for rows that hold a token of the expert, [tile]
 
 
 def _over_tiles(
     groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., Any], carry: Any
 ) -> Any:
-    """Call body(tile, carry) for the tiles of an expert, as many as its tokens fill; `choices` are [tokens, k]."""
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
     def run(i: jax.Array, carry: Any) -> Any:
         at = start + i * tile
         numbers = lax.dynamic_slice(groups.order, (at,), (tile,))
-        here = at + jnp.arange(tile) < end
-        return body(_Tile(numbers, jnp.where(here, numbers // k, count), here), carry)
+        valid = at + jnp.arange(tile) < end
+        return body(_Tile(numbers, jnp.where(valid, numbers // k, count), valid), carry)
 
     return lax.fori_loop(0, (end - start + tile - 1) // tile, run, carry)
 
 
 def _of_expert(kernels: _Kernels, expert: jax.Array) -> _Kernels:
-    """One expert's; outside of the loop over tiles, which would copy them for each."""
+    # Called outside the loop over tiles, where XLA would copy the kernels in every iteration.
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), kernels)
 
 
-def _inner(x: jax.Array, own: _Kernels) -> tuple[jax.Array | None, jax.Array]:
-    return None if own.gate is None else x @ own.gate, x @ own.up
+def _inner(x: jax.Array, kernels: _Kernels) -> tuple[jax.Array | None, jax.Array]:
+    return None if kernels.gate is None else x @ kernels.gate, x @ kernels.up
 
 
-def _zeros(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
-    return mark_varying(jnp.zeros(shape, jnp.float32), compat.varying_axes(like))
+def _zeros(shape: tuple[int, ...], reference: jax.Array) -> jax.Array:
+    return mark_varying(jnp.zeros(shape, jnp.float32), compat.varying_axes(reference))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -126,11 +125,11 @@ def _grouped(
     flat = weights.reshape(-1)
 
     def of_expert(expert: jax.Array, y: jax.Array) -> jax.Array:
-        own = _of_expert(kernels, expert)
+        expert_kernels = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, y: jax.Array) -> jax.Array:
-            h = activated(activation, *_inner(_rows(x, of), own))
-            out = jnp.matmul(h, own.down, preferred_element_type=jnp.float32)
+            h = activated(activation, *_inner(_rows(x, of), expert_kernels))
+            out = jnp.matmul(h, expert_kernels.down, preferred_element_type=jnp.float32)
             return y.at[of.tokens].add(out * flat[of.numbers][:, None], mode="drop")
 
         return _over_tiles(groups, expert, weights.shape, tile, of_tile, y)
@@ -143,26 +142,28 @@ def _rows(x: jax.Array, of: _Tile) -> jax.Array:
     return x.at[of.tokens].get(mode="fill", fill_value=0)
 
 
-def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
-    x, weights, kernels, groups = kept
+def _backward(activation: Mlp, tile: int, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
+    x, weights, kernels, groups = residuals
     flat = weights.reshape(-1)
 
     def of_expert(expert: jax.Array, sums: Any) -> Any:
-        own = _of_expert(kernels, expert)
+        expert_kernels = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, sums: Any) -> Any:
             dx, dweights, dkernels = sums
             rows, dout = _rows(x, of), _rows(dy, of)
-            h, pull = jax.vjp(partial(activated, activation), *_inner(rows, own))
-            dh = dout @ own.down.T  # of an unweighted output
-            dweight = jnp.where(of.here, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
-            weight = jnp.where(of.here, flat[of.numbers], 0.0)[:, None].astype(x.dtype)
+            h, pull = jax.vjp(partial(activated, activation), *_inner(rows, expert_kernels))
+            dh = dout @ expert_kernels.down.T  # gradient of the unweighted output, shared by h and the weight
+            dweight = jnp.where(of.valid, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
+            weight = jnp.where(of.valid, flat[of.numbers], 0.0)[:, None].astype(x.dtype)
             dgate, dup = pull(dh * weight)
-            drows = jnp.matmul(dup, own.up.T, preferred_element_type=jnp.float32)
-            if own.gate is not None:
-                drows += jnp.matmul(dgate, own.gate.T, preferred_element_type=jnp.float32)
+            drows = jnp.matmul(dup, expert_kernels.up.T, preferred_element_type=jnp.float32)
+            if expert_kernels.gate is not None:
+                drows += jnp.matmul(dgate, expert_kernels.gate.T, preferred_element_type=jnp.float32)
             grads = _Kernels(
-                None if own.gate is None else _product(rows, dgate), _product(rows, dup), _product(h, dout * weight)
+                None if expert_kernels.gate is None else _product(rows, dgate),
+                _product(rows, dup),
+                _product(h, dout * weight),
             )
             return (
                 dx.at[of.tokens].add(drows, mode="drop"),
@@ -171,10 +172,10 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
             )
 
         dx, dweights, dkernels = sums
-        none = jax.tree.map(lambda w: _zeros(w.shape, w), own)
-        dx, dweights, grads = _over_tiles(groups, expert, weights.shape, tile, of_tile, (dx, dweights, none))
+        zeros = jax.tree.map(lambda w: _zeros(w.shape, w), expert_kernels)
+        dx, dweights, grads = _over_tiles(groups, expert, weights.shape, tile, of_tile, (dx, dweights, zeros))
         written = jax.tree.map(
-            lambda all_of, own: lax.dynamic_update_index_in_dim(all_of, own.astype(all_of.dtype), expert, 0),
+            lambda full, grad: lax.dynamic_update_index_in_dim(full, grad.astype(full.dtype), expert, 0),
             dkernels,
             grads,
         )
@@ -187,8 +188,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
 
 
 def _product(rows: jax.Array, grad: jax.Array) -> jax.Array:
-    """A tile's part of a kernel's gradient."""
     return jnp.matmul(rows.T, grad, preferred_element_type=jnp.float32)
 
 
-_grouped.defvjp(lambda *given: (_grouped(*given), given[:4]), _backward)
+_grouped.defvjp(lambda *args: (_grouped(*args), args[:4]), _backward)

@@ -1,9 +1,4 @@
-"""Loads of experts: tokens per expert, counted as the gradient of the router's bias, which loads may move.
-
-No loss depends on the bias. So the bias's gradient can carry counts: sums over microbatches and devices as for
-gradients, in any engine, without a separate result or collective. Counts are float32 in every precision, and exact up
-to 16 million choices of an expert a device and microbatch.
-"""
+"""Expert loads: tokens per expert, carried as the gradient of the router's bias."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +12,12 @@ import optax
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import mark_varying
 
+# No loss depends on the router's bias, so its gradient is free to carry the counts. They are then summed over
+# microbatches and devices as any gradient is, in every engine, without an extra output or collective.
+
 
 def counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Array:
-    """Hand on weights [tokens, k]; the gradient of bias [experts] is how often `choices` [tokens, k] name each."""
+    """Return weights [tokens, k] unchanged, and define the gradient of bias [experts] as the counts of `choices`."""
     return _counting(weights, mark_varying(bias, compat.varying_axes(choices)), choices)
 
 
@@ -28,8 +26,9 @@ def _counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Ar
     return weights
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    bias, choices = kept
+def _backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    bias, choices = residuals
+    # float32 in every precision: exact up to 2**24 choices of an expert per device and microbatch.
     counts = counted(choices.reshape(1, -1), bias.size)[0]
     return dy, counts.astype(bias.dtype), np.zeros(choices.shape, jax.dtypes.float0)
 
@@ -38,49 +37,43 @@ _counting.defvjp(lambda weights, bias, choices: (weights, (bias, choices)), _bac
 
 
 def counted(choices: jax.Array, experts: int) -> jax.Array:
-    """Counts of choices [rows, any] by expert, [rows, experts] float32; numbers of no expert are left out."""
+    """Count choices [rows, any] by expert, as [rows, experts] float32; out-of-range numbers are ignored."""
     rows = choices.shape[0]
-    none = mark_varying(jnp.zeros((rows, experts), jnp.float32), compat.varying_axes(choices))
-    return none.at[jnp.arange(rows)[:, None], choices].add(1.0, mode="drop")
+    zeros = mark_varying(jnp.zeros((rows, experts), jnp.float32), compat.varying_axes(choices))
+    return zeros.at[jnp.arange(rows)[:, None], choices].add(1.0, mode="drop")
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Counts of the experts' tokens among a step's gradients.
-
-    They are sums over microbatches and devices that no loss depends on. So a layer measures a step and moves a
-    parameter of its own, in every engine and without a further collective.
-    """
+    """Expert token counts among a step's gradients: the load metric, and the update of the routers' biases."""
 
     names: frozenset[str]
     """Parameters whose gradients are counts: the routers' biases."""
     rate: float
-    """Step of a bias after each update; 0: biases stay."""
+    """Step size of the biases at each update; 0 keeps them fixed."""
 
     metric = "largest_load"
-    """Name of the metric in a step's results."""
+    """Key of the metric in a step's results."""
 
     def measure(self, grads: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the most loaded expert's share of the choices over the mean one's, of the worst layer in `grads`."""
+        """Return the largest load over the mean load of a layer's experts, for the worst layer in `grads`."""
         counts = [grads[name] for name in sorted(self.names) if name in grads]
         return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))
 
     def centred(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Replace counts in gradients by each expert's excess over the mean.
+        """Return gradients with each count replaced by its excess over the mean of the layer's experts."""
 
-        The excess of a sum is the sum of its terms' excesses.
-        """
-
+        # Linear, so the excess of a sum of counts is the sum of their excesses: centering and reducing commute.
         def excess(counts: jax.Array) -> jax.Array:
             return counts - jnp.mean(counts, axis=-1, keepdims=True)
 
         return {name: excess(grad) if name in self.names else grad for name, grad in grads.items()}
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `tx`, by which routers' biases move against the sign of their experts' excesses by `rate`.
+        """Wrap `tx` so that each router bias moves by `rate` against the sign of its expert's excess load.
 
-        So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
-        2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
+        Overloaded experts are chosen less often in the next step, without an auxiliary loss (DeepSeek-V3, arXiv
+        2412.19437, section 2.1.2).
         """
         names, rate = self.names, self.rate
 
@@ -88,9 +81,12 @@ class Loads:
             return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
 
         def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            own = {name: jnp.zeros_like(grad) if name in names else grad for name, grad in grads.items()}
+            # Zeros keep the counts out of the optimizer's state; its updates of the biases are overwritten below.
+            inner_grads = {name: jnp.zeros_like(grad) if name in names else grad for name, grad in grads.items()}
             biases = {name: moves(grad) for name, grad in grads.items() if name in names}
-            updates, state = optax.with_extra_args_support(tx).update(own, state, params, biases=biases, **extra)
+            updates, state = optax.with_extra_args_support(tx).update(
+                inner_grads, state, params, biases=biases, **extra
+            )
             return {**updates, **biases}, state  # type: ignore[dict-item]
 
         return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]

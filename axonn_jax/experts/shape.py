@@ -39,7 +39,7 @@ class MoeConfig(Settings):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts of a layer: the fields of `models.ModelShape` about experts, by the words behind their prefixes."""
+    """Experts of a layer: the expert fields of `models.ModelShape`, without their prefixes."""
 
     experts: int
     per_token: int
@@ -54,11 +54,11 @@ class ExpertShape:
     groups_kept: int = 1
 
     def is_routed(self, layer: int) -> bool:
-        """Return True if a layer has experts in the place of a feed-forward layer."""
+        """Return True if the layer has experts instead of a dense feed-forward layer."""
         return layer >= self.first and (layer - self.first) % self.every == 0
 
     def check(self) -> None:
-        """Raise ``UserError`` for contradictory numbers."""
+        """Raise ``UserError`` if the numbers contradict each other."""
         if not 1 <= self.per_token <= self.experts:
             accepted = f"an integer from 1 to model.experts = {self.experts}"
             raise UserError("model.experts_per_token", self.per_token, accepted)
@@ -78,18 +78,17 @@ class ExpertShape:
             raise UserError("model.router_groups", self.groups, f"at most {self.experts // 2}: a group has two or more")
 
     def check_grid(self, grid: GridShape, seq_len: int) -> None:
-        """Raise ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
+        """Raise ``UserError`` unless experts, their features and the tokens of a sequence divide over the grid."""
         divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert")
         divides("model.expert_ffn", self.ffn, grid.y * grid.x * grid.z, "y*x*z")
-        if grid.expert > 1 and grid.y > 1:  # each device along `y` sends its part of the tokens
+        # Duplicate token dropping: each device along `y` sends an equal slice of the tokens.
+        if grid.expert > 1 and grid.y > 1:
             divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y")
         if self.shared:
             divides("model.expert_ffn * model.shared_experts", self.ffn * self.shared, grid.y * grid.z, "y*z")
 
 
 def slots_of(tokens: int, per_token: int, experts: int, capacity: float) -> int:
-    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up.
-
-    At most one a token, as a token's choices are of different experts.
-    """
+    """Return an expert's slots for the tokens of one device: `capacity` times its mean load, rounded up."""
+    # One slot per token suffices: a token never chooses the same expert twice.
     return min(tokens, max(1, -int(-(tokens * per_token * capacity) // experts)))
