@@ -1,1 +1,1 @@
-"""Low-rank adapters of a frozen model (LoRA): settings, layers, the base they belong to, and PEFT's files."""
+"""Low-rank adapters (LoRA) of a frozen model: settings, layers, their base, and PEFT's file format."""

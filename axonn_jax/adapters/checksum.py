@@ -1,4 +1,4 @@
-"""Checksum by which the base of adapters is known again, on every grid, in every precision, and in files."""
+"""Checksum that identifies the base of adapters on every grid, in every precision, and in files."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -15,23 +15,28 @@ from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.tensor.params import Params
 
+# A weight's number is the sum of its bfloat16 bits, each times a factor for its position, modulo 2**32. The order of an
+# integer sum does not matter, so every grid gets the same number. All factors are odd, hence invertible: changing a
+# single entry always changes the number.
 _ODD = (2654435761, 2246822519, 3266489917)
-"""Odd numbers that weigh an entry's place along each dim."""
 
 
 def checksum(numbers: Mapping[str, int], names: Iterable[str], sync: HostSync) -> str:
-    """Return the checksum of a base by the numbers of its weights (`number_of`).
+    """Return the checksum of a base from the numbers of its weights (`number_of`).
 
-    Every process gives the numbers of the weights that it holds, of all `names`. Collectives: between processes 8
-    bytes a weight and process.
+    Args:
+        numbers: Numbers of the weights that this process holds, by name.
+        names: Names of all weights of the base.
+        sync: Exchange between processes: 8 bytes per weight and process.
     """
     names = sorted(names)
-    rows = sync.gathered({0: tuple(float(numbers.get(name, 0)) for name in names)})  # 32 bits are exact
-    return _digest((name, int(max(held))) for name, held in zip(names, zip(*rows, strict=True), strict=True))
+    # Numbers have 32 bits, which a float64 holds exactly. Processes without the weight report 0, hence the maximum.
+    rows = sync.gathered({0: tuple(float(numbers.get(name, 0)) for name in names)})
+    return _digest((name, int(max(reported))) for name, reported in zip(names, zip(*rows, strict=True), strict=True))
 
 
 def checksum_of_files(weights: Iterable[tuple[str, NDArray[Any]]]) -> str:
-    """Return the same of whole weights on the host, one after another."""
+    """Return the checksum of unsharded weights on the host, which are consumed one at a time."""
 
     def number(value: NDArray[Any]) -> int:
         return int(_weighed(value.astype(ml_dtypes.bfloat16).view(np.uint16), np))
@@ -40,34 +45,34 @@ def checksum_of_files(weights: Iterable[tuple[str, NDArray[Any]]]) -> str:
 
 
 def number_of(weight: Any) -> int:
-    """Return the number of a weight that is rounded to bfloat16; of float16 it would be another.
-
-    Collectives: an all-reduce of a number.
-    """
+    """Return the number of a weight in bfloat16 or wider; collectives: an all-reduce of one number."""
+    # Rounding to float16 first may change the bfloat16 bits, and with them the number: see `read_numbered`.
     return int(_mixed(joined(weight)))
 
 
 def numbers_of(weights: Mapping[str, Any], rounded: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of weights by name, of float16 ones those that are known from before they were `rounded`."""
+    """Return the numbers of weights by name, taking those in `rounded` from before they were rounded to float16."""
     return {name: rounded[name] if name in rounded else number_of(value) for name, value in weights.items()}
 
 
 def read_numbered(
-    read: Callable[[Mapping[str, Any]], Params], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    read: Callable[[Mapping[str, Any]], Params], abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Params, dict[str, int]]:
-    """Read weights; return the numbers of those wanted in float16 too, which are taken before they are rounded.
+    """Read weights in the types of `abstract`, and number those in float16 before they are rounded.
 
-    These are read one by one in float32.
+    Returns:
+        The weights, and the numbers of the float16 ones, both by name.
     """
-    narrow = {name: want for name, want in wanted.items() if want.dtype == jnp.float16}
-    rest = {name: want for name, want in wanted.items() if name not in narrow}
-    made, numbers = (read(rest) if rest else {}), dict[str, int]()
+    # Read float16 weights one at a time in float32, so that only one wide copy is in memory.
+    narrow = {name: want for name, want in abstract.items() if want.dtype == jnp.float16}
+    direct = {name: want for name, want in abstract.items() if name not in narrow}
+    params, numbers = (read(direct) if direct else {}), dict[str, int]()
     for name, want in narrow.items():
         wide = read({name: jax.ShapeDtypeStruct(want.shape, jnp.float32, sharding=want.sharding)})[name]
-        numbers[name], made[name] = number_of(wide), wide.astype(want.dtype)
-        jax.block_until_ready(made[name])
+        numbers[name], params[name] = number_of(wide), wide.astype(want.dtype)
+        jax.block_until_ready(params[name])
         wide.delete()
-    return made, numbers
+    return params, numbers
 
 
 def _digest(numbers: Iterable[tuple[str, int]]) -> str:
@@ -81,7 +86,7 @@ def _mixed(array: jax.Array) -> jax.Array:
 
 
 def _weighed(bits: Any, numbers: ModuleType) -> Any:
-    """Sum of the bits of all entries, each times an odd number by its place: zeros beyond a vocabulary add nothing."""
+    # Zero bits add nothing wherever they are, so padding rows beyond a vocabulary do not change the number.
     place = numbers.ones((), np.uint32)
     for dim, odd in zip(range(bits.ndim), _ODD, strict=False):
         along = numbers.arange(bits.shape[dim], dtype=np.uint32) * np.uint32(odd - 1)

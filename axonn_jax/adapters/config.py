@@ -9,12 +9,12 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.options import CountOrZero, Positive, Probability, Settings, typed
 
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
-"""Projections of a block: to queries, keys, values, from attention, and those of the MLP."""
+"""Projections of a block: queries, keys, values, attention output, and those of the MLP."""
 LORA = "lora"
-"""Key of the facts of adapters in a checkpoint's manifest."""
+"""Key of the adapters' metadata in a checkpoint's manifest."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 IDENTITY = ("rank", "alpha", "targets", "rslora")
-"""Settings of which adapters are others with another value; dropout is training's alone."""
+"""Settings that identify adapters: with another value they are different ones. Dropout affects training only."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class LoraConfig(Settings):
 
     @property
     def adapts(self) -> bool:
-        """True if there are adapters."""
+        """True if the model has adapters."""
         return self.rank > 0
 
     @property
     def scale(self) -> float:
-        """Factor on the adapters' products."""
+        """Factor on the product of A and B: alpha over the rank, or over its root for rsLoRA."""
         return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
 
     def check(self) -> None:
-        """Raise ``UserError`` for settings that contradict each other, and for an unknown target."""
+        """Raise ``UserError`` if settings contradict each other or a target is unknown."""
         if not self.adapts:
             if self != LoraConfig():
                 raise UserError("lora.rank", self.rank, "at least 1 where other settings of [lora] are given")
@@ -61,7 +61,7 @@ class LoraConfig(Settings):
 
 
 class Columns(NamedTuple):
-    """Columns of a kernel that one adapter adds to: from `start` to `stop` in every `period` of them."""
+    """Columns of a kernel that one adapter adds to: `start` to `stop` within every `period` columns."""
 
     start: int
     stop: int
@@ -72,22 +72,22 @@ PLACES: Mapping[str, tuple[Target, ...]] = {
     "attention.qkv": ("q", "k", "v"), "attention.out": ("o",),
     "mlp.gate": ("gate",), "mlp.up": ("up",), "mlp.down": ("down",),
 }  # fmt: skip
-"""Targets in a layer of a block, by the layer's attributes."""
+"""Targets in each layer of a block, by attribute path."""
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer with adapters: targets with their columns (None: all), and global shapes of its A and its B."""
+    """Layer with adapters: its targets with their columns (None: all), and the global shapes of A and B."""
 
     block: int
     path: str
-    """Attributes of the layer in its block, as `attention.qkv`."""
+    """Attribute path of the layer in its block, such as `attention.qkv`."""
     targets: Mapping[Target, Columns | None]
     a: tuple[int, int]
     b: tuple[int, int]
 
     @property
     def name(self) -> str:
-        """Name before `.kernel` and `.adapter.a` of parameters, as `blocks.0.attention.qkv`."""
+        """Prefix of the layer's parameter names, such as `blocks.0.attention.qkv`."""
         return f"blocks.{self.block}.{self.path}"
 
     @property
@@ -97,16 +97,18 @@ class AdaptedLayer(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained: of B not those that are zero, in other targets' columns."""
+        """Number of trained parameters."""
+        # Entries of B in the columns of other targets are always zero, and not counted.
         rank, width = self.b
-        own = (width if at is None else width // at.period * (at.stop - at.start) for at in self.targets.values())
-        return self.a[0] * self.a[1] + rank * sum(own)
+        widths = (width if at is None else width // at.period * (at.stop - at.start) for at in self.targets.values())
+        return self.a[0] * self.a[1] + rank * sum(widths)
 
 
 def layers_of(shape: ModelShape, config: LoraConfig) -> Iterator[AdaptedLayer]:
-    """Yield all layers with adapters of a model of these sizes, in order; beside experts attention alone has some."""
+    """Yield the layers with adapters of a model of these sizes, in order; expert kernels get none."""
     queries, size = shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
-    period = queries + 2 * size  # of a KV head's queries, key and value
+    # The fused kernel groups columns by KV head: its queries, its key, its value.
+    period = queries + 2 * size
     columns: dict[Target, Columns | None] = {
         "q": Columns(0, queries, period), "k": Columns(queries, period - size, period),
         "v": Columns(period - size, period, period),
@@ -124,44 +126,46 @@ def layers_of(shape: ModelShape, config: LoraConfig) -> Iterator[AdaptedLayer]:
 
 
 def targets_of(shape: ModelShape) -> list[Target]:
-    """Return the targets that a model has, in any of its blocks."""
+    """Return the targets that at least one block of a model has."""
     return [*dict.fromkeys(target for layer in layers_of(shape, LoraConfig()) for target in layer.targets)]
 
 
 def trained_params(shape: ModelShape, config: LoraConfig) -> int:
-    """Return the number of trained parameters."""
+    """Return the number of trained parameters over all layers."""
     return sum(layer.trained for layer in layers_of(shape, config))
 
 
 def step_flops(shape: ModelShape, config: LoraConfig, batch: int, *, recompute: bool = False) -> int:
-    """Return the FLOPs of a step over `batch` sequences that trains adapters, or all weights where there are none."""
+    """Return the FLOPs of a training step over `batch` sequences, of adapters or, without any, of all weights."""
+    # Per parameter and token: 2 forward, 2 for input gradients, 2 for weight gradients, and 2 for recomputation.
     added = (8 if recompute else 6) * batch * shape.seq_len * trained_params(shape, config) if config.adapts else 0
     return shape.step_flops(batch, recompute=recompute, frozen=config.adapts) + added
 
 
 @dataclass(frozen=True)
 class StoredLora:
-    """Facts of adapters in a checkpoint's manifest."""
+    """Metadata of adapters in a checkpoint's manifest."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     rslora: bool
     base: str
-    """Path of the base; empty where it was given from Python."""
+    """Path of the base; empty if the base was passed from Python."""
     checksum: str
-    """Checksum of the base (`merge.checksum`)."""
+    """Checksum of the base (`checksum.checksum`)."""
 
     @property
     def config(self) -> LoraConfig:
-        """The settings."""
+        """Settings of the adapters, without dropout."""
         return LoraConfig(self.rank, self.alpha, self.targets, self.rslora)
 
 
 def stored_in(run: Mapping[str, Any]) -> StoredLora | None:
-    """Return the facts of adapters among those of a checkpoint's run; None where it holds a whole model.
+    """Return the adapters' metadata of a checkpoint's run; None if the checkpoint holds a full model.
 
-    Raises ``ValueError`` for facts that no save has written.
+    Raises:
+        ValueError: The metadata is damaged.
     """
     if LORA not in run:
         return None
@@ -173,9 +177,9 @@ def stored_in(run: Mapping[str, Any]) -> StoredLora | None:
 
 
 def check_shape(shape: ModelShape, config: LoraConfig) -> None:
-    """Raise ``UserError`` where a model of these sizes cannot have such adapters."""
+    """Raise ``UserError`` if a model of these sizes has none of the targets."""
     if not config.adapts:
         return
-    if not {*config.targets} & {*(known := targets_of(shape))}:
-        accepted = f"at least one of {', '.join(known)}, which the model has"
+    if not {*config.targets} & {*(supported := targets_of(shape))}:
+        accepted = f"at least one of {', '.join(supported)}, which the model has"
         raise UserError("lora.targets", list(config.targets), accepted)

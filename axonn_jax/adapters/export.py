@@ -1,4 +1,4 @@
-"""Export of adapters: those of a checkpoint on the host, and the tensors of a base with adapters added to them."""
+"""Export of adapters: a checkpoint's adapters on the host, and a base's tensors with adapters merged in."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -20,11 +20,11 @@ from axonn_jax.models.huggingface.files import FileSpan
 from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
 Arrays = Mapping[str, NDArray[Any]]
-"""Adapters' arrays by the names of parameters, as `blocks.0.attention.qkv.adapter.a`."""
+"""Adapter arrays by parameter name, such as `blocks.0.attention.qkv.adapter.a`."""
 
 
 class BaseTensors(Tensors, Protocol):
-    """Tensors of a whole model; `Pretrained` and `StoredParameters` are the two kinds."""
+    """Tensors of a full model, implemented by `Pretrained` and `StoredParameters`."""
 
     @property
     def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
@@ -32,14 +32,14 @@ class BaseTensors(Tensors, Protocol):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Sizes of this package's parameters."""
+        """Shapes of this package's parameters, by name."""
 
     def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A part of one of this package's parameters."""
+        """Return the slice of one of this package's parameters within `bounds`, in `dtype`."""
 
 
 def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
-    """Raise ``UserError`` where a base is not the one that adapters were trained on."""
+    """Raise ``UserError`` if the base is not the one that the adapters were trained on."""
     wide = np.dtype(np.float32)
     bounds_of = {name: tuple((0, length) for length in size) for name, size in base.sizes.items()}
     if (
@@ -52,7 +52,7 @@ def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
 def stored_adapters(
     checkpoint: Checkpoint, stored: StoredLora, shape: ModelShape, field: str
 ) -> dict[str, NDArray[Any]]:
-    """Read the adapters of a checkpoint; raises ``UserError`` where they are not there or cannot be read."""
+    """Read the adapters of a checkpoint onto the host; raises ``UserError`` if they are missing or unreadable."""
     sizes = {name: size for layer in layers_of(shape, stored.config) for name, size in layer.arrays.items()}
     check_shapes(checkpoint, {PARAMS + name: size for name, size in sizes.items()}, field, only=PARAMS)
     read = {}
@@ -60,6 +60,7 @@ def stored_adapters(
         of = checkpoint.read_as(PARAMS + name)
         part = checkpoint.path / checkpoint.manifest.arrays[of].part
         try:
+            # The cache may hold the full array, at up to 8 bytes per entry.
             array = stored_array(part, of, 8 * size[0] * size[1])
             read[name] = np.asarray(array.read().result())
         except (ValueError, IndexError, OSError) as error:
@@ -69,7 +70,7 @@ def stored_adapters(
 
 
 class MergedTensors:
-    """Tensors of a base under Hugging Face's names, to which adapters are added, one parameter in memory at a time."""
+    """Tensors of a base with adapters merged in, under Hugging Face's names; holds one merged parameter at a time."""
 
     def __init__(self, base: BaseTensors, shape: ModelShape, config: LoraConfig, arrays: Arrays):
         self._base, self._scale, self._arrays = base, config.scale, arrays
@@ -83,15 +84,15 @@ class MergedTensors:
 
     @property
     def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor, those of the base."""
+        """Name, dtype and shape of each tensor, as in the base."""
         return self._base.tensors
 
     def span(self, name: str) -> FileSpan | None:
-        """Place of a tensor in the base's files; None for one that adapters are added to."""
+        """Return the location of a tensor in the base's files; None for a tensor that adapters change."""
         return None if name in self._homes else self._base.span(name)
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """Return a tensor in pieces along its first dim, of those that adapters are added to in float32."""
+        """Yield a tensor in pieces along its first dim; a tensor that adapters change comes in float32."""
         if name not in self._homes:
             yield from self._base.pieces(name)
             return
@@ -101,8 +102,10 @@ class MergedTensors:
             at += len(piece)
 
     def _delta(self, layer: AdaptedLayer, entry: TensorMap, number: int) -> NDArray[Any]:
+        # A fused layer has several tensors, requested one after the other: keep its delta until another layer is
+        # opened, and free it before the next one is computed.
         if self._open[0] != layer.name:
-            self._open = ("", [])  # the one before is freed first
+            self._open = ("", [])
             a, b = (self._arrays[name] for name in layer.arrays)
             delta = np.float32(self._scale) * (a @ spread(b, tuple(layer.targets.values()), np))
             self._open = (layer.name, entry.split(delta.astype(np.float32)))

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a transformer's projections: made, found again, and merged into the kernels."""
+"""Low-rank adapters in a transformer's projections: creation, lookup, and merging into the kernels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +24,14 @@ from axonn_jax.tensor.params import constant_param, key_of, layout, split_module
 
 
 class Adapter(nnx.Module):
-    """Adapters of one layer, `s (X A) B`: one for all columns of its kernel, or several for `Columns` each.
+    """Adapters of one layer, `s (X A) B`: one for all columns of its kernel, or one for each of several `Columns`.
 
-    Several have their A [in, rank] side by side and their B [rank, out] in the columns of the kernel. A is split over
-    the axis of the layer's input and B over that of its output, so that products are partial sums as the layer's own.
-    Source: LoRA (Hu et al., arXiv 2106.09685).
+    With several targets, their A [in, rank] are concatenated side by side, and their B [rank, out] share one array that
+    has the kernel's columns. Source: LoRA (Hu et al., arXiv 2106.09685).
     """
+
+    # A is split over the axis of the layer's input and B over that of its output, so that the products are partial sums
+    # like the layer's own and one all-reduce serves both.
 
     def __init__(self, layer: Linear, targets: Mapping[Target, Columns | None], config: LoraConfig, key: jax.Array):
         kernel = layer.kernel
@@ -37,18 +39,18 @@ class Adapter(nnx.Module):
         rows_over, columns_over = (*layout(kernel.get_metadata()), None)[:2]
         self.targets, self.columns = tuple(targets), tuple(targets.values())
         self.config = config
-        # `z` splits neither: layers would gather A, and so few numbers take no memory.
+        # `z` splits neither: A would have to be gathered for each use, and the memory saved is negligible.
         axes = rows_over if isinstance(rows_over, tuple) else (rows_over,)
         self.inner = tuple(axis for axis in axes if axis not in (None, "z"))
-        bound = rows**-0.5  # as in PEFT: Kaiming's uniform distribution with a = sqrt(5)
+        bound = rows**-0.5  # as in PEFT: Kaiming uniform with a = sqrt(5)
         sizes = (rows, len(targets) * config.rank)
         self.a = uniform_param(key, sizes, bound, P(self.inner or None, None), role="adapter")
         self.b = constant_param((config.rank, columns), 0.0, P(None, columns_over), role="adapter")
 
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """[batch, seq, in/Gin] -> partial sums [batch, seq, out/Gout], in the dtype of `x`; no collectives.
+        """Return partial sums [batch, seq, out/Gout] for `x` [batch, seq, in/Gin], in its dtype; no collectives.
 
-        Where `key` is given, each target's features are dropped by a mask of its own.
+        With a `key`, input features are dropped with an independent mask for each target.
         """
         a, b = self.a.get_value().astype(x.dtype), self.spread().astype(x.dtype)
 
@@ -61,16 +63,18 @@ class Adapter(nnx.Module):
         else:
             keys = [key.fold_in(_DROPOUT + TARGETS.index(target)) for target in self.targets]
             parts = zip(keys, jnp.split(a, len(keys), 1), strict=True)
-            h = jnp.concatenate([inner(dropped(x, rate, own, axes=self.inner), a) for own, a in parts], -1)
+            h = jnp.concatenate(
+                [inner(dropped(x, rate, target_key, axes=self.inner), a) for target_key, a in parts], -1
+            )
         return over_rows(lambda rows: matmul(rows * jnp.asarray(self.config.scale, x.dtype), b), h)
 
     def spread(self) -> jax.Array:
-        """Return B of all adapters below each other, [adapters * rank, out], zero where another one's columns are."""
+        """Return B of all adapters stacked, [adapters * rank, out]; zero outside each adapter's columns."""
         return spread(self.b.get_value(), self.columns, jnp)
 
 
 def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> Any:
-    """Return B of adapters [rank, out] as `Adapter.spread` has it, in the arrays of jax.numpy or numpy."""
+    """Return B [rank, out] in the form of `Adapter.spread`; `numbers` is jax.numpy or numpy."""
     column = numbers.arange(b.shape[1])
 
     def only(own: Columns | None) -> Any:
@@ -83,13 +87,15 @@ def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> An
 
 
 def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: Any, columns: Sequence[Columns | None]) -> jax.Array:
-    """Return a kernel that computes alone, in float32, what it does with adapters; no collectives."""
+    """Return the kernel with adapters merged in, computed in float32; no collectives."""
     delta = scale * jnp.dot(a, spread(b, columns, jnp), precision=jax.lax.Precision.HIGHEST)
     return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
 
 
-_DROPOUT = 2  # first number of the adapters' dropout in a block, behind those of its halves
-_STREAM = 0x10A  # numbers of the adapters' keys, apart from those of the model's layers
+# Constants folded into keys: dropout of adapters comes after that of a block's two halves (0 and 1), and the adapters'
+# initial values must not share a stream with the model's layers, which may have the same seed.
+_DROPOUT = 2
+_STREAM = 0x10A
 
 
 @typed_arguments
@@ -103,27 +109,27 @@ def lora(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Any:
-    """Give a transformer low-rank adapters, which alone a `Trainer` then trains; at first they add nothing.
+    """Add low-rank adapters to a transformer; a `Trainer` then trains only them. Initially they add nothing.
 
     Args:
-        model: A `models.Transformer`, which is changed, or a function that makes one.
+        model: A `models.Transformer`, modified in place, or a function that creates one.
         rank: Rank of every adapter.
-        alpha: Factor on what the adapters add, over the rank.
-        targets: Projections that get adapters, among q, k, v, o, gate, up and down; gate where the model has one.
-        rslora: True to divide alpha by the root of the rank instead of the rank.
-        dropout: Probability with which training drops an input feature of an adapter.
-        seed: Seed of the adapters' first values.
+        alpha: Scale of the adapters' output, which is multiplied by alpha / rank.
+        targets: Projections that get adapters, among q, k, v, o, gate, up and down; gate only if the model has one.
+        rslora: True to divide alpha by the square root of the rank instead.
+        dropout: Probability of dropping an input feature of an adapter in training.
+        seed: Seed of the adapters' initial values.
 
     Returns:
-        The model itself, or a function that makes it with adapters.
+        The same model, or a function that creates it with adapters.
 
     Raises:
         UserError: A number is out of range, a target is unknown, or the model cannot have adapters.
     """
     listed = [targets] if isinstance(targets, str) else [*targets]
     seed = integer("seed", seed, 0)
-    given = {"rank": rank, "alpha": alpha, "targets": listed, "rslora": rslora, "dropout": dropout}
-    config = typed(LoraConfig, given, "lora")
+    settings = {"rank": rank, "alpha": alpha, "targets": listed, "rslora": rslora, "dropout": dropout}
+    config = typed(LoraConfig, settings, "lora")
     if not config.adapts:
         raise UserError("lora.rank", rank, "an integer of at least 1")
     if callable(model) and not isinstance(model, nnx.Module):
@@ -133,11 +139,12 @@ def lora(
 
 
 def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transformer:
-    """Return the model itself, whose layers now have adapters; raises ``UserError`` where they cannot."""
+    """Add adapters to the model's layers in place and return it; raises ``UserError`` if it cannot have them."""
     check_adaptable(model, config)
     root = jax.random.fold_in(key_of(seed), _STREAM)
     for adapted in layers_of(model.shape, config):
         layer: Linear = attrgetter(adapted.path)(model.blocks[adapted.block])
+        # Keyed by block and target, so that initial values do not depend on which other layers have adapters.
         key = jax.random.fold_in(jax.random.fold_in(root, adapted.block), TARGETS.index(next(iter(adapted.targets))))
         layer.adapt(Adapter(layer, adapted.targets, config, key))
     model.drops_out |= config.dropout > 0.0
@@ -145,7 +152,7 @@ def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transfor
 
 
 def check_adaptable(model: object, config: LoraConfig) -> None:
-    """Raise ``UserError`` where a model cannot have such adapters."""
+    """Raise ``UserError`` if the model cannot have adapters with these settings."""
     config.check()
     if not isinstance(model, Transformer):
         accepted = "a models.Transformer: no other model's layers take adapters, nor those of ax.parallelize"
@@ -159,13 +166,13 @@ def check_adaptable(model: object, config: LoraConfig) -> None:
 
 
 def check_no_adapters(model: nnx.Module) -> None:
-    """Raise ``UserError`` for a model with adapters, to a trainer that would train all of its parameters."""
+    """Raise ``UserError`` if the model has adapters; for trainers that would train all of its parameters."""
     if settings_of(model) is not None:
         raise UserError("loss", "a model with adapters", "left out: adapters are trained by the model's own loss")
 
 
 def settings_of(model: object) -> LoraConfig | None:
-    """Return the settings of a model's adapters; None of a model without."""
+    """Return the settings of a model's adapters; None if it has none."""
     adapters = list(adapters_of(model))
     if not adapters:
         return None
@@ -183,14 +190,14 @@ def adapters_of(model: object) -> Iterator[Adapter]:
 
 
 def merged(model: Transformer) -> Transformer:
-    """Return a model without adapters that computes the same function; itself where it has none; no collectives."""
+    """Return a copy with adapters merged into the kernels, or the model itself if it has none; no collectives."""
     if settings_of(model) is None:
         return model
     parts = split_module(model)
-    made: Any = parts.merge(parts.params)
-    for _, layer in nnx.iter_modules(made):
+    plain: Any = parts.merge(parts.params)
+    for _, layer in nnx.iter_modules(plain):
         if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter):
-            own, a, b = layer.adapter, layer.adapter.a.get_value(), layer.adapter.b.get_value()
-            layer.kernel.set_value(added(layer.kernel.get_value(), a, b, own.config.scale, own.columns))
+            adapter, a, b = layer.adapter, layer.adapter.a.get_value(), layer.adapter.b.get_value()
+            layer.kernel.set_value(added(layer.kernel.get_value(), a, b, adapter.config.scale, adapter.columns))
             layer.adapt(None)
-    return made  # type: ignore[no-any-return]
+    return plain  # type: ignore[no-any-return]

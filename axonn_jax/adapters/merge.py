@@ -34,10 +34,20 @@ def merged_weights(
     sync: HostSync,
     base: Path | None = None,
 ) -> dict[str, jax.Array]:
-    """Read a base and add a checkpoint's adapters to it, in the types and layouts of `read`; `sizes` are unpadded.
+    """Read a base and merge a checkpoint's adapters into it.
 
-    `base` is the base's directory, by default where it was in training. Raises ``UserError`` where it is not there, or
-    not the one that the adapters were trained on.
+    Args:
+        checkpoint: Checkpoint of the adapters.
+        stored: Metadata of the adapters.
+        shape: Sizes of the model.
+        read: Shapes, types and layouts of the parameters to return.
+        sizes: Shapes without padding of the vocabulary.
+        mesh: Mesh of the parameters.
+        sync: Exchange between processes, for the checksum.
+        base: Directory of the base; by default the one recorded in training.
+
+    Raises:
+        UserError: The base is missing, or is not the one that the adapters were trained on.
     """
     field = "base"
     folder = base or base_of(stored, checkpoint, field)
@@ -51,13 +61,13 @@ def merged_weights(
         raise UserError(field, str(folder), accepted)
     layers, replicated = list(layers_of(shape, stored.config)), NamedSharding(mesh, P())
     sizes = {name: size for layer in layers for name, size in layer.arrays.items()}
-    wanted = {name: jax.ShapeDtypeStruct(size, jnp.float32, sharding=replicated) for name, size in sizes.items()}
-    adapters = load_weights(checkpoint, wanted)
+    abstract = {name: jax.ShapeDtypeStruct(size, jnp.float32, sharding=replicated) for name, size in sizes.items()}
+    adapters = load_weights(checkpoint, abstract)
     for layer in layers:
         name = f"{layer.name}.kernel"
         a, b = (adapters.pop(end) for end in layer.arrays)
-        how: dict[str, Any] = {"sharding": params[name].sharding, "columns": tuple(layer.targets.values())}
-        params[name] = _merged(params[name], a, b, np.float32(stored.config.scale), **how)
+        static: dict[str, Any] = {"sharding": params[name].sharding, "columns": tuple(layer.targets.values())}
+        params[name] = _merged(params[name], a, b, np.float32(stored.config.scale), **static)
     return params
 
 

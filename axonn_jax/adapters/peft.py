@@ -1,4 +1,4 @@
-"""PEFT's files of adapters, `adapter_config.json` and `adapter_model.safetensors`, read and written; no torch."""
+"""Reader and writer of PEFT's `adapter_config.json` and `adapter_model.safetensors`; no torch."""
 
 import json
 import os
@@ -33,32 +33,33 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MOST_CONFIG = 1 << 20
 _MODULES: Mapping[Target, str] = {target: f"{target}_proj" for target in TARGETS}
-# Keys that change nothing of the function, whatever their values. Layers that have adapters are all, or arrays lack.
+# Keys that do not change the function. `layers_to_transform` is among them because a layer it leaves out has no arrays,
+# which is an error of its own.
 _IDLE = frozenset({
     "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "layers_to_transform",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 })  # fmt: skip
 _READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias")
+# Initializations that leave the base unchanged; others, such as "pissa", modify its weights.
 _PLAIN_STARTS = (True, False, "gaussian")
-"""First values of adapters that leave the base as it is: others, such as "pissa", change it."""
 
 
 class StoredAdapter(NamedTuple):
-    """An adapter as it is stored."""
+    """Adapter read from, or to be written to, PEFT's files."""
 
     config: LoraConfig
     arrays: Arrays
     base: str
-    """Name or path of the base, as the adapter has it; empty: none."""
+    """Name or path of the base as recorded in the adapter; empty if there is none."""
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True if a directory has PEFT's files of an adapter."""
+    """Return True if the directory holds a PEFT adapter."""
     return os.path.lexists(directory / CONFIG)
 
 
 def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
-    """Return the settings of a stored adapter, and its base; raises ``UserError`` for what is not applied here."""
+    """Return the settings of a stored adapter and its base; raises ``UserError`` for unsupported settings."""
     raw = read_object(directory / CONFIG, field, _MOST_CONFIG)
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{field}: peft_type", raw.get("peft_type"), "LORA: no other adapters are applied")
@@ -72,23 +73,24 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
         accepted = "true, false or gaussian: others change the base too, which is not applied here"
         raise UserError(f"{field}: init_lora_weights", start, accepted)
     targets = raw.get("target_modules")
-    if targets == "all-linear":  # all but the head
+    if targets == "all-linear":  # PEFT's shorthand excludes the head
         targets = [*_MODULES.values()]
-    elif isinstance(targets, str) and targets:  # a regular expression, whose matches have arrays
+    elif isinstance(targets, str) and targets:
+        # A regular expression. Its matches are the modules with stored arrays, so it need not be evaluated.
         stored = {name.removesuffix(".lora_A.weight") for name in TensorFiles(directory, field, TENSORS).tensors}
         targets = [name for name in _MODULES.values() if any(module.endswith(f".{name}") for module in stored)]
     if not isinstance(targets, list) or not targets:
         accepted = "a list of names or a regular expression, as PEFT saves it, of layers whose arrays are there"
         raise UserError(f"{field}: target_modules", raw.get("target_modules"), accepted)
-    known = {name: target for target, name in _MODULES.items()}
+    targets_by_module = {name: target for target, name in _MODULES.items()}
     for name in targets:
-        if name not in known:
-            accepted = f"among {', '.join(known)}{nearest(str(name), known)}"
+        if name not in targets_by_module:
+            accepted = f"among {', '.join(targets_by_module)}{nearest(str(name), targets_by_module)}"
             raise UserError(f"{field}: target_modules", name, accepted)
-    given = {"rank": raw.get("r"), "alpha": raw.get("lora_alpha"), "rslora": raw.get("use_rslora", False)}
-    given["dropout"] = raw.get("lora_dropout", 0.0)
-    chosen = [target for target, name in _MODULES.items() if name in targets]
-    config = typed(LoraConfig, {**given, "targets": chosen}, f"{field}: {CONFIG}")
+    settings = {"rank": raw.get("r"), "alpha": raw.get("lora_alpha"), "rslora": raw.get("use_rslora", False)}
+    settings["dropout"] = raw.get("lora_dropout", 0.0)
+    target_names = [target for target, name in _MODULES.items() if name in targets]
+    config = typed(LoraConfig, {**settings, "targets": target_names}, f"{field}: {CONFIG}")
     if not config.adapts:
         raise UserError(f"{field}: r", config.rank, "at least 1")
     base = raw.get("base_model_name_or_path")
@@ -96,39 +98,44 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
 
 
 def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapter:
-    """Return a stored adapter of a model of these sizes; raises ``UserError`` as `checked_files` does."""
+    """Return a stored adapter for a model of these sizes; raises ``UserError`` as `checked_files` does."""
     config, base, files = checked_files(directory, shape, field)
     arrays = dict[str, NDArray[Any]]()
 
-    def read_whole(name: str) -> NDArray[Any]:
+    def read_full(name: str) -> NDArray[Any]:
         return files.read(name, tuple((0, length) for length in files.tensors[name].shape)).astype(np.float32)
 
     for layer, _, theirs, columns in _targets(shape, config):
         a, b = layer.arrays
-        first = read_whole(f"{_PREFIX}{theirs}.lora_A.weight")
-        second = {theirs: read_whole(f"{_PREFIX}{theirs}.lora_B.weight")}
+        first = read_full(f"{_PREFIX}{theirs}.lora_A.weight")
+        second = {theirs: read_full(f"{_PREFIX}{theirs}.lora_B.weight")}
         arrays[a] = np.concatenate([*([arrays[a]] if a in arrays else []), first.T], 1)
         bounds = tuple((0, size) for size in columns.size)
         zero = np.zeros(1, np.float32)
 
-        def read(name: str, bounds: Bounds, held: Mapping[str, Any] = second) -> NDArray[Any]:
+        def read(name: str, bounds: Bounds, tensors: Mapping[str, Any] = second) -> NDArray[Any]:
             shape = tuple(stop - start for start, stop in bounds)
-            return held[name][tuple(slice(*ends) for ends in bounds)] if name in held else np.zeros(shape, np.float32)
+            return (
+                tensors[name][tuple(slice(*ends) for ends in bounds)]
+                if name in tensors
+                else np.zeros(shape, np.float32)
+            )
 
         arrays[b] = arrays.get(b, zero) + columns.read(bounds, read, np.dtype(np.float32))
     return StoredAdapter(config, arrays, base)
 
 
 def checked_files(directory: Path, shape: ModelShape, field: str) -> tuple[LoraConfig, str, TensorFiles]:
-    """Return settings, base and files of a stored adapter, of which headers alone are read.
+    """Return the settings, base and files of a stored adapter; reads headers but no tensors.
 
-    Raises ``UserError`` for settings that are not applied here, and for a tensor that is missing, unexpected or of
-    another size than the settings and a model of these sizes say.
+    Raises:
+        UserError: A setting is not supported, or a tensor is missing, unexpected or of the wrong size for a model of
+            these sizes.
     """
     config, base = read_config(directory, field)
     check_shape(shape, config)
     files = TensorFiles(directory, field, TENSORS)
-    left = set(files.tensors)
+    unused = set(files.tensors)
     for layer, _, theirs, columns in _targets(shape, config):
         for end, size in (("A", (config.rank, layer.a[0])), ("B", columns.theirs[theirs])):
             name = f"{_PREFIX}{theirs}.lora_{end}.weight"
@@ -136,34 +143,34 @@ def checked_files(directory: Path, shape: ModelShape, field: str) -> tuple[LoraC
                 raise UserError(f"{field}: tensor {name}", None, f"an array of shape {size}")
             if (stored := files.tensors[name].shape) != size:
                 raise UserError(f"{field}: shape of {name}", stored, f"{size}, for an adapter of this base")
-            left.discard(name)
-    if left:
-        raise UserError(f"{field}: tensor {min(left)}", "not applied", "only those of the adapters of target_modules")
+            unused.discard(name)
+    if unused:
+        raise UserError(f"{field}: tensor {min(unused)}", "not applied", "only those of the adapters of target_modules")
     return config, base, files
 
 
 def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> None:
-    """Write an adapter as PEFT reads it; raises ``UserError`` for a family whose layers PEFT names otherwise."""
+    """Write an adapter in PEFT's format; raises ``UserError`` for a family whose modules PEFT names differently."""
     from safetensors.numpy import save
 
     config, arrays = adapter.config, adapter.arrays
     tensors = {}
     for layer, number, theirs, columns in _targets(shape, config):
         a, b = (arrays[name] for name in layer.arrays)
-        own = a[:, number * config.rank : (number + 1) * config.rank].T
+        a_rows = a[:, number * config.rank : (number + 1) * config.rank].T
         parts = dict(zip(columns.theirs, columns.split(b), strict=True))
-        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = np.ascontiguousarray(own, np.float32)
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = np.ascontiguousarray(a_rows, np.float32)
         tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = np.ascontiguousarray(parts[theirs], np.float32)
-    # Not by `save_file`, whose files nobody but their owner can read.
+    # Not `save_file`, which creates files that only their owner can read.
     (folder / TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
-    alpha, known = config.alpha, targets_of(shape)
+    alpha, available = config.alpha, targets_of(shape)
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base or None,
         "r": config.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "target_modules": [_MODULES[target] for target in TARGETS if target in config.targets and target in known],
+        "target_modules": [_MODULES[target] for target in TARGETS if target in config.targets and target in available],
         "use_rslora": config.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -176,7 +183,7 @@ def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> No
 
 
 def _targets(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[AdaptedLayer, int, str, TensorMap]]:
-    """Yield each target of each layer: its number among the layer's, the name of PEFT's module, and the map of B."""
+    # For each target of each layer: its index within the layer, the name of PEFT's module, and the map of B.
     entries = {entry.ours: entry for entry in entries_of(shape)}
     for layer in layers_of(shape, config):
         entry = entries[f"{layer.name}.kernel"]

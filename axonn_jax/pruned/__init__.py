@@ -1,1 +1,1 @@
-"""Pruned training (SAMO): masks, and weights of which only the kept entries are trained."""
+"""Pruned training (SAMO): masks, and weights whose unmasked entries alone are trained."""

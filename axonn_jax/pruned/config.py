@@ -38,11 +38,11 @@ class PruneConfig(Settings):
 
     @property
     def later(self) -> bool:
-        """True if the run begins densely."""
+        """True if the run starts with dense training."""
         return self.prunes and (self.at_step > 0 or self.method == "early_bird")
 
     def check(self) -> None:
-        """Raise ``UserError`` for settings that contradict each other."""
+        """Raise ``UserError`` if settings contradict each other."""
         if self.mask_file and self.method != "file":
             raise UserError("prune.mask_file", self.mask_file, "not given, or prune.method = file")
         if self.method == "file" and not self.mask_file:

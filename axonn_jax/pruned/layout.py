@@ -1,4 +1,4 @@
-"""Layout of pruned parameters on a mesh: kept entries per device, and conversions between dense and compressed."""
+"""Layout of pruned parameters on a mesh: trained entries per device, dense and compressed forms."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,17 +18,19 @@ from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
 from axonn_jax.tensor.weight_gather import PrunedWeight, taken
 
-_MOST = 2**31
-"""Entries of a device's part of a parameter that an int32 index can name."""
+_MOST = 2**31  # entries of a device's shard that an int32 index can address
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedLayout:
-    """Sizes of pruned parameters by name: `values` and `index` of one are [1, ..., slots] on every device.
+    """Sizes of pruned parameters by name; a parameter's values and index are [1, ..., slots] on every device.
 
-    They have the parameter's own `PartitionSpec`. Devices keep different numbers of entries, but have as many slots:
-    those of the one that keeps most, of all parameters of a shape and layout.
+    Both have the parameter's own `PartitionSpec`. The number of slots is that of the device that keeps the most
+    entries, over all parameters with the same shape and layout.
     """
+
+    # Masks keep different numbers of entries on each device, but shards of an array must have equal shapes. Sharing the
+    # slots among parameters of one shape lets stacked layers and compiled programs share one form too.
 
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -36,66 +38,67 @@ class PrunedLayout:
     specs: Specs
     slots: Mapping[str, int]
     counts: Mapping[str, int]
-    """Entries that are trained, of all devices together; of stacked parameters by their layers' names."""
+    """Trained entries over all devices, by parameter; stacked parameters are counted by the names of their layers."""
     stacked: bool = False
-    """True if a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
+    """True if dense and compressed arrays have a leading, unsharded dim of layers."""
 
     @property
     def kept(self) -> int:
-        """Entries that are trained, of all parameters and devices together."""
+        """Number of trained entries over all parameters and devices."""
         return sum(self.counts.values())
 
     @cached_property
     def value_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of values and indices."""
+        """Global shapes of values and indices, by parameter."""
         return {name: self._value_shape(name) for name in self.shapes}
 
     def _value_shape(self, name: str) -> tuple[int, ...]:
-        sizes = [size_over(self.mesh, spec_axes(P(axes))) for axes in whole_spec(self.specs[name], self.shapes[name])]
+        sizes = [size_over(self.mesh, spec_axes(P(axes))) for axes in full_spec(self.specs[name], self.shapes[name])]
         front = self.shapes[name][:1] if self.stacked else ()
         *rows, last = sizes[len(front) :]
         return (*front, *rows, last * self.slots[name])
 
-    def over_layers(self, own: Mapping[str, tuple[str, ...]]) -> "PrunedLayout":
-        """The layout of the same parameters stacked; `own` are the layers' names of each stacked one."""
-        first = {name: layers[0] for name, layers in own.items() if layers[0] in self.shapes}
+    def over_layers(self, layer_names: Mapping[str, tuple[str, ...]]) -> "PrunedLayout":
+        """Return the layout of the same parameters stacked; `layer_names` maps each stacked name to its layers'."""
+        first = {name: layers[0] for name, layers in layer_names.items() if layers[0] in self.shapes}
         if not first:
             return self
         return replace(
             self,
-            shapes={name: (len(own[name]), *self.shapes[layer]) for name, layer in first.items()},
+            shapes={name: (len(layer_names[name]), *self.shapes[layer]) for name, layer in first.items()},
             specs={name: P(None, *self.specs[layer]) for name, layer in first.items()},
             slots={name: self.slots[layer] for name, layer in first.items()},
             stacked=True,
         )
 
     def indices_of(self, masks: Mapping[str, jax.Array]) -> Params:
-        """The indices of global masks of booleans by name, laid out as the parameters are; no collectives."""
+        """Return the indices of global boolean masks, laid out like the parameters; no collectives."""
         positions: Params = {}
         for names in rounds(masks):
-            own = tuple((self.specs[name], self.slots[name]) for name in names)
-            indices = _places(self.mesh, own)([masks[name] for name in names])
+            layouts = tuple((self.specs[name], self.slots[name]) for name in names)
+            indices = _places(self.mesh, layouts)([masks[name] for name in names])
+            # Wait for each round: many programs in flight at once hang XLA's CPU devices (`masks`).
             positions |= zip(names, jax.block_until_ready(indices), strict=True)
         return positions
 
     def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
-        """The values of a global dense array; no collectives."""
+        """Return the kept values of a global dense array; no collectives."""
         return self._run(taken, name)(dense, index)  # type: ignore[no-any-return]
 
     def expanded(self, name: str, values: jax.Array, index: jax.Array) -> jax.Array:
-        """The global dense array of values, with zeros; no collectives."""
+        """Return the global dense array of values, with zeros elsewhere; no collectives."""
         shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
         return self._run(_on_zeros, name, shape=shape)(values, index)  # type: ignore[no-any-return]
 
     def first(self, extra: Params, dtype: jnp.dtype) -> dict[str, Any]:
-        """Weights whose kept entries are at the positions `extra`, and zero; to be traced."""
+        """Return all-zero weights with kept entries at the indices `extra`; for use inside a traced program."""
         return {
-            name: PrunedWeight(self._laid_out(name, jnp.zeros(shape, dtype)), self._laid_out(name, extra[name]))
+            name: PrunedWeight(self._sharded(name, jnp.zeros(shape, dtype)), self._sharded(name, extra[name]))
             for name, shape in self.shapes.items()
         }
 
     def written(self, weights: Mapping[str, Any], values: Params) -> dict[str, Any]:
-        """Weights with global values in the place of their kept entries; to be traced; no collectives."""
+        """Return weights with kept entries replaced by global values; inside a traced program; no collectives."""
 
         def local(weights: dict[str, PrunedWeight], values: Params) -> Params:
             write = jax.vmap(put) if self.stacked else put
@@ -106,7 +109,7 @@ class PrunedLayout:
         return {name: PrunedWeight(dense[name], weight.index) for name, weight in weights.items()}
 
     def values(self, weights: Mapping[str, Any]) -> Params:
-        """Global values of the weights' kept entries; to be traced; no collectives."""
+        """Return the global values of the weights' kept entries; inside a traced program; no collectives."""
 
         def local(weights: dict[str, PrunedWeight]) -> Params:
             return {name: taken(weight.dense, weight.index) for name, weight in weights.items()}
@@ -116,10 +119,10 @@ class PrunedLayout:
         return region(weights)  # type: ignore[no-any-return]
 
     def extra(self, weights: Mapping[str, Any]) -> Params:
-        """Positions of the weights' kept entries."""
+        """Return the indices of the weights' kept entries."""
         return {name: weights[name].index for name in self.shapes}
 
-    def _laid_out(self, name: str, array: jax.Array) -> jax.Array:
+    def _sharded(self, name: str, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.specs[name]))
 
     def _run(self, local: Callable[..., Any], name: str, **settings: Any) -> Callable[..., Any]:
@@ -127,7 +130,8 @@ class PrunedLayout:
         return _compiled(local, tuple(settings.items()), self.mesh, self.specs[name])
 
 
-@cache  # one function object a form, so that jit compiles each once
+# jit caches by function object, so return the same object for the same arguments.
+@cache
 def _compiled(
     local: Callable[..., Any], settings: tuple[tuple[str, Any], ...], mesh: Mesh, spec: P
 ) -> Callable[..., Any]:
@@ -141,21 +145,30 @@ def _on_zeros(values: jax.Array, index: jax.Array, *, shape: tuple[int, ...]) ->
     return put(jnp.zeros(shape, values.dtype), index, values)
 
 
-def whole_spec(spec: P, shape: tuple[int, ...]) -> P:
-    """A layout with an entry for every dim of a shape."""
+def full_spec(spec: P, shape: tuple[int, ...]) -> P:
+    """Return the spec padded with None to one entry per dim of a shape."""
     return P(*spec, *[None] * (len(shape) - len(spec)))
 
 
 def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int = 1) -> PrunedLayout:
-    """The layout for global masks, as parameters are laid out; slots are a multiple of `multiple`.
+    """Return the layout of the entries that global masks keep.
 
-    Raises ``UserError`` where a device's part of a parameter has too many entries for an index. Collectives: two
-    all-reduces of a number a parameter.
+    Args:
+        masks: Boolean masks by parameter, sharded like the parameters.
+        specs: Layouts of the parameters.
+        mesh: Mesh of the parameters.
+        multiple: Number that the slots of every parameter are rounded up to a multiple of.
+
+    Raises:
+        UserError: A device's shard of a parameter has too many entries for an int32 index.
+
+    Collectives: two all-reduces of one number per parameter.
     """
     most: dict[tuple[tuple[int, ...], P], int] = {}
     counts: dict[str, int] = {}
     for name, mask in masks.items():
         local = prod(NamedSharding(mesh, specs[name]).shard_shape(mask.shape))
+        # Spare slots point behind the end of the shard, by up to as many entries again (`places`).
         if 2 * local >= _MOST:
             accepted = f"a grid on which a device holds fewer than {_MOST // 2:,} entries of it"
             raise UserError("prune.density", f"{name} with {local:,} entries on a device", accepted)
@@ -171,26 +184,25 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
 
 @cache
 def _counts(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]:
-    """Return a program that counts each mask's entries on its fullest device, and on all devices: [masks] both."""
+    # The program returns the entries of each mask on its fullest device, and on all devices; both [masks].
 
     def local(masks: list[jax.Array]) -> list[jax.Array]:
         return [jnp.sum(mask, dtype=jnp.int32).reshape((1,) * mask.ndim) for mask in masks]
 
-    def both(masks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own = [whole_spec(spec, mask.shape) for spec, mask in zip(specs, masks, strict=True)]
-        counts = shard_mapped(local, mesh, (list(specs),), own, differentiated=False)(masks)
+    def count(masks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out_specs = [full_spec(spec, mask.shape) for spec, mask in zip(specs, masks, strict=True)]
+        counts = shard_mapped(local, mesh, (list(specs),), out_specs, differentiated=False)(masks)
         return jnp.stack([jnp.max(c) for c in counts]), jnp.stack([jnp.sum(c, dtype=jnp.int64) for c in counts])
 
-    return counting(both, out_shardings=NamedSharding(mesh, P()))
+    return counting(count, out_shardings=NamedSharding(mesh, P()))
 
 
 @cache
-def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Program that makes the indices of masks, of which each has a layout and a number of slots."""
-    specs = [spec for spec, _ in own]
+def _places(mesh: Mesh, layouts: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    specs = [spec for spec, _ in layouts]
 
     def local(masks: list[jax.Array]) -> list[jax.Array]:
-        return [places(mask, slots) for mask, (_, slots) in zip(masks, own, strict=True)]
+        return [places(mask, slots) for mask, (_, slots) in zip(masks, layouts, strict=True)]
 
     return jax.jit(
         shard_mapped(local, mesh, (specs,), specs, differentiated=False),
@@ -199,15 +211,17 @@ def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Ar
 
 
 def put(dense: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    """A local dense array with values [1, ..., slots] in the place of its kept entries."""
-    kept = dense.reshape(-1).at[index.reshape(-1)]
+    """Return a local dense array with its kept entries replaced by values [1, ..., slots]."""
+    slots = dense.reshape(-1).at[index.reshape(-1)]
     entries = values.reshape(-1).astype(dense.dtype)
-    return kept.set(entries, mode="drop", unique_indices=True, indices_are_sorted=True).reshape(dense.shape)
+    # Indices of spare slots are out of bounds and dropped. Sorted, unique indices allow XLA a cheaper scatter.
+    return slots.set(entries, mode="drop", unique_indices=True, indices_are_sorted=True).reshape(dense.shape)
 
 
 def places(mask: jax.Array, slots: int) -> jax.Array:
-    """Return the index [1, ..., slots] of the entries that a local mask keeps; spare slots point behind the end."""
-    kept = jnp.nonzero(mask.reshape(-1), size=slots, fill_value=0)[0].astype(jnp.int32)
+    """Return the flat indices [1, ..., slots] of the entries that a local mask keeps; spare ones are out of bounds."""
+    indices = jnp.nonzero(mask.reshape(-1), size=slots, fill_value=0)[0].astype(jnp.int32)
     number = jnp.arange(slots, dtype=jnp.int32)
-    filled = jnp.where(number < jnp.sum(mask, dtype=jnp.int32), kept, mask.size + number)
+    # Give each spare slot a different index behind the end, so that indices stay sorted and unique for `put`.
+    filled = jnp.where(number < jnp.sum(mask, dtype=jnp.int32), indices, mask.size + number)
     return filled.reshape((1,) * (mask.ndim - 1) + (slots,))

@@ -1,4 +1,4 @@
-"""Pruning of a model's parameters on a mesh: choice of parameters, masks, and their state compressed or dense."""
+"""Pruning of a model's parameters on a mesh: prunable parameters, masks, and compressed state."""
 
 import zipfile
 import zlib
@@ -20,18 +20,19 @@ from axonn_jax.tensor.specs import size_over
 
 
 class KeptEntries(NamedTuple):
-    """The entries of pruned parameters that are trained."""
+    """Trained entries of pruned parameters: their layout and indices."""
 
     forms: PrunedLayout
     extra: Params
-    """Positions of the kept entries, by name."""
+    """Indices of the kept entries, by parameter."""
 
     def compressed(self, params: Params, *, used_up: bool = False) -> Params:
-        """Parameters with values in the place of the dense arrays of pruned ones, which are freed if `used_up`."""
+        """Return parameters with pruned ones compressed to their values; `used_up` frees the dense arrays."""
         out: Params = {}
         for name, value in params.items():
             pruned = name in self.extra
             out[name] = self.forms.compressed(name, value, self.extra[name]) if pruned else value
+            # Free each dense array before the next is compressed, so that both forms of only one are in memory.
             if pruned and used_up:
                 jax.block_until_ready(out[name])
                 value.delete()
@@ -39,21 +40,29 @@ class KeptEntries(NamedTuple):
 
 
 def prunable(parts: SplitModule, layers: str) -> list[str]:
-    """Return the parameters to prune: matrices in a model's attribute `layers` that have no role."""
+    """Return the names of the parameters to prune: matrices without a role in the model's attribute `layers`."""
     inside = {name: p for name, p in parts.params.items() if name.startswith(f"{layers}.")}
     return [name for name, p in inside.items() if p.ndim > 1 and name not in parts.roles]
 
 
 def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] = ()) -> dict[str, jax.Array]:
-    """Return masks of booleans for float32 weights, laid out like these; other processes make those of `elsewhere`.
+    """Return boolean masks for float32 weights, laid out like them.
 
-    An early-bird search takes masks by magnitude. A missing file gives empty masks: a checkpoint may have the masks,
-    and `train.engines.pruning` refuses to train without. Raises ``UserError`` for a file with masks of other
-    parameters. Collectives: `masks.magnitude_masks`.
+    Args:
+        config: Pruning settings; an early-bird search uses masks by magnitude.
+        weights: Dense weights to mask, by name.
+        elsewhere: Names of parameters whose masks other processes make.
+
+    Raises:
+        UserError: The mask file cannot be read, or has masks of other parameters.
+
+    Collectives: those of `masks.magnitude_masks`.
     """
     if config.method == "file":
+        # A missing file gives empty masks instead of an error: a checkpoint that is loaded later may have the masks,
+        # and `train.engines.pruning` refuses to train without any.
         if not (path := Path(config.mask_file)).is_file():
-            return {name: _placed(np.broadcast_to(False, p.shape), p.sharding) for name, p in weights.items()}
+            return {name: _on_mesh(np.broadcast_to(False, p.shape), p.sharding) for name, p in weights.items()}
         return _read(path, weights, elsewhere)
     if config.method == "random":
         return random_masks(weights, config.density, config.scope, config.seed)
@@ -61,9 +70,13 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 
 
 class Pruner:
-    """Choice of the kept entries of the parameters on one mesh.
+    """Selection of the trained entries of the parameters on one mesh.
 
-    `prunable` are the parameters that are pruned in the whole model, `specs` the layouts of those on this mesh.
+    Args:
+        config: Pruning settings.
+        prunable: Names of the pruned parameters of the full model.
+        specs: Layouts of the parameters on this mesh, by name.
+        mesh: Mesh of the parameters.
     """
 
     def __init__(self, config: PruneConfig, prunable: Collection[str], specs: Specs, mesh: Mesh):
@@ -71,11 +84,12 @@ class Pruner:
         self.names = tuple(name for name in prunable if name in specs)
 
     def masks(self, weights: Params) -> Params:
-        """Return masks of the entries that the settings keep of dense weights; see `make_masks`."""
+        """Return masks of the entries of dense weights to keep; see `make_masks`."""
         return make_masks(self._config, {name: weights[name] for name in self.names}, self._prunable)
 
     def chosen(self, masks: Params) -> KeptEntries:
-        """Lay out the entries that masks keep, in slots that replicas can share. Collectives: as in `lay_out`."""
+        """Lay out the entries that masks keep; collectives: those of `lay_out`."""
+        # Round slots up so that ZeRO can split optimizer state evenly over replicas.
         specs, multiple = {name: self._specs[name] for name in masks}, size_over(self._mesh, REPLICA_AXES)
         layout = lay_out(masks, specs, self._mesh, multiple=multiple)
         return KeptEntries(layout, layout.indices_of(masks))
@@ -87,14 +101,14 @@ def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, 
             forms = {name: _form(zipped, name) for name in file.files}
             for name, weight in weights.items():
                 form = forms.get(name)
-                what = "missing" if form is None else f"{form[1]} {form[0]}"
+                actual = "missing" if form is None else f"{form[1]} {form[0]}"
                 if form is None or form[1] != np.bool_ or form[0] != weight.shape:
-                    accepted = f"a file with bool {weight.shape} for {name}, which is {what}"
+                    accepted = f"a file with bool {weight.shape} for {name}, which is {actual}"
                     raise UserError("prune.mask_file", str(path), accepted)
             if extra := sorted(forms.keys() - weights.keys() - set(elsewhere)):
                 accepted = f"a file of the pruned parameters alone; {extra[0]} is not one"
                 raise UserError("prune.mask_file", str(path), accepted)
-            return {name: _placed(file[name], weight.sharding) for name, weight in weights.items()}
+            return {name: _on_mesh(file[name], weight.sharding) for name, weight in weights.items()}
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
@@ -103,7 +117,7 @@ def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, 
 
 
 def _form(zipped: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array by its header, before as much memory is taken as it says."""
+    # Read the header alone: the array is only loaded once its shape is known to fit, whatever size the file claims.
     with zipped.open(name if name in zipped.namelist() else f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -111,6 +125,6 @@ def _form(zipped: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], Any]:
     return shape, dtype
 
 
-def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
-    placed: NamedSharding = sharding
-    return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])
+def _on_mesh(array: np.ndarray, sharding: Any) -> jax.Array:
+    mesh_sharding: NamedSharding = sharding
+    return jax.make_array_from_callback(array.shape, mesh_sharding, lambda index: array[index])
