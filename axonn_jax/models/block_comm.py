@@ -1,4 +1,4 @@
-"""The way in which a model's blocks communicate with the residual stream, as one object; no jax."""
+"""Communication of a model's blocks with the residual stream, as one object; no jax."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,11 +15,13 @@ FIELD = "tensor.residual_comm"
 
 @dataclass(frozen=True)
 class BlockComm:
-    """Communication of a model's blocks with the residual stream, whose features `x` splits.
+    """Communication of each half of a block with the residual stream, whose features are split over `x`.
 
-    A half of a block that gathers has its inner features, heads or the MLP's, split over `y` and `x`: the narrow stream
-    is gathered over `x` before it and reduce-scattered behind, in place of all-reduces of the wide features over `x`.
+    A half that gathers has its inner features (heads, or the MLP's) split over both `y` and `x`: the stream is
+    all-gathered over `x` before it and reduce-scattered after it.
     """
+
+    # Gathering moves the narrow residual stream over `x`, where the default all-reduces the wide inner features.
 
     attention: bool = False
     """True if attention gathers."""
@@ -29,11 +31,11 @@ class BlockComm:
     """True if the stream's sequence is split over `y` (`memory.sequence_parallel`); no half gathers then."""
 
     def of(self, gathers: bool) -> Comm:
-        """Return the communication of a half's projections."""
+        """Return the communication of the projections in a half that gathers, or does not."""
         return "sequence" if self.sequence_split else "gather" if gathers else "all_reduce"
 
     def check(self, shape: "ModelShape", grid: GridShape) -> None:
-        """Raise ``UserError`` unless the features split over `y` and `x` divide, and the stream's sequence is whole."""
+        """Raise ``UserError`` unless gathered halves divide over `y` and `x`, without a split sequence."""
         if self.sequence_split and (self.attention or self.mlp):
             raise UserError(FIELD, "gather", "all_reduce or auto with memory.sequence_parallel")
         parts, rule = grid.y * grid.x, f"y*x ({FIELD})"
@@ -45,7 +47,7 @@ class BlockComm:
             divides("model.ffn", shape.ffn, parts * grid.z, f"z*{rule}")
 
     def fits(self, shape: "ModelShape", grid: GridShape) -> bool:
-        """Return True if the features split over `y` and `x` divide."""
+        """Return True if `check` accepts the shape and grid."""
         try:
             self.check(shape, grid)
         except UserError:
@@ -58,4 +60,4 @@ class BlockComm:
 
 
 ALL_REDUCE = BlockComm()
-"""Agarwal's algorithm, as in the papers."""
+"""Agarwal's 3D matrix multiplication, as in the AxoNN papers."""

@@ -32,7 +32,7 @@ from axonn_jax.tensor.kernel_choice import AttentionRule
 
 
 def _size(most: int, least: int = 1) -> Range:
-    """Range of a size: up to ten times or more that of any published model, so that it is checked in seconds."""
+    # At least ten times the size of any published model, yet small enough that all checks take seconds.
     return Range(f"an integer of at least {least} and at most {most:,}", least, most)
 
 
@@ -189,9 +189,10 @@ class ModelShape(Settings):
                 raise UserError(f"model.{high}", most, f"a number above model.{low} = {least}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
-        """Raise ``UserError`` unless every parameter and activation of the model divides over the grid."""
+        """Raise ``UserError`` unless all parameters and activations divide over the grid."""
         x, y, z = grid.x, grid.y, grid.z
         attended, experts = self.heads * self.head_dim, self.expert_ffn if self.experts else 0
+        # Sizes that several rules constrain: an error proposes no single size then, but the legal sizes of the axis.
         over_y, over_yz = gcd(self.kv_heads, self.ffn, experts), gcd(attended, self.ffn, experts)
         over_z = gcd(over_yz, self.seq_len if self.positions == "learned" else 0)
         over_xz = gcd(self.hidden, experts, over_z if z > 1 else 0)
@@ -211,17 +212,17 @@ class ModelShape(Settings):
 
     @cached_property
     def moe(self) -> ExpertShape | None:
-        """The experts of a layer that has some; None in a dense model."""
+        """Sizes of the experts; None in a dense model."""
         if not self.experts:
             return None
-        chosen = {name: getattr(self, f"router_{name}") for name in ("norm", "scale", "groups", "groups_kept")}
+        router_options = {name: getattr(self, f"router_{name}") for name in ("norm", "scale", "groups", "groups_kept")}
         return ExpertShape(
             self.experts, self.experts_per_token, self.expert_ffn, self.moe_every, self.moe_first,
-            self.shared_experts, self.router, **chosen,
+            self.shared_experts, self.router, **router_options,
         )  # fmt: skip
 
     def experts_of(self, layer: int) -> ExpertShape | None:
-        """Return the experts of a layer; None where it has one feed-forward layer."""
+        """Return the experts of a layer; None if it has a dense feed-forward layer."""
         return self.moe if self.moe is not None and self.moe.is_routed(layer) else None
 
     @cached_property
@@ -230,34 +231,34 @@ class ModelShape(Settings):
         return 0 if self.moe is None else len(range(self.moe_first, self.layers, self.moe_every))
 
     def attention_rule(self, layer: int) -> AttentionRule:
-        """Return the rule of a layer's attention; the first layer's has all that any other one's has."""
+        """Return the rule of a layer's attention; the first layer's has every feature that any layer's has."""
         has_window = not self.window_period or (layer + 1) % self.window_period
         return AttentionRule(self.window if has_window else 0, self.attention_cap)
 
     @property
     def layer_period(self) -> int:
-        """Layers after which their kinds repeat."""
+        """Period, in layers, after which kinds of layers repeat."""
         return lcm(1 if self.moe is None else self.moe.every, self.window_period or 1)
 
     @property
     def mlp_inputs(self) -> int:
-        """Matmuls from the residual stream into the feed-forward layer: one, or two where it is gated."""
+        """Number of matmuls into the feed-forward layer: 1, or 2 with a gate."""
         return mlp_inputs(self.mlp)
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the fused query, key and value projection."""
+        """Width of the fused query, key and value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def padded_vocab(self, multiple: int) -> int:
-        """Rows of a table that divides into so many parts: the vocabulary, and zeros up to the next multiple."""
+        """Return the vocabulary rounded up to a multiple."""
         return -(-self.vocab // multiple) * multiple
 
     def params(self, *, active: bool = False) -> int:
         """Return the number of parameters.
 
         Args:
-            active: True to count of a layer's experts as many as a token chooses.
+            active: True to count only as many of a layer's routed experts as a token chooses.
         """
         total = 0
         for layer in describe_alone(self):
@@ -268,25 +269,25 @@ class ModelShape(Settings):
         return total
 
     def layer_kinds(self) -> list[tuple[int, int]]:
-        """One block of each kind, with experts and without, and how many there are."""
+        """Return a representative block of each kind, with experts and dense, and the number of such blocks."""
         routed = self.routed_layers
         dense = next((layer for layer in range(self.layers) if self.experts_of(layer) is None), 0)
         kinds = ((self.moe_first, routed), (dense, self.layers - routed))
         return [(layer, count) for layer, count in kinds if count]
 
     def step_flops(self, batch: int, *, recompute: bool = False, frozen: bool = False) -> int:
-        """Return the FLOPs of one training step over `batch` sequences; the backward pass counts twice the forward.
+        """Return the FLOPs of a training step over `batch` sequences; the backward pass counts twice the forward.
 
-        With `recompute` the blocks run forward once more, `frozen` weights have no gradients. Attention counts in full,
-        as published. For a GPT (ffn = 4 hidden) this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and
-        with 72 in place of 96 without recomputation (papers: Megatron-LM, AxoNN IPDPS 22, SC 24).
+        `recompute` adds another forward pass of the blocks; `frozen` omits weight gradients. For a GPT (ffn = 4 hidden)
+        this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), or 72 instead of 96 without recomputation
+        (Megatron-LM, AxoNN IPDPS 22, SC 24), which counts attention without its causal half.
         """
-        blocks, rest, matmuls = self._forward_flops
-        return batch * ((4 if recompute else 3) * blocks + 3 * rest - (matmuls if frozen else 0))
+        blocks, outside, matmuls = self._forward_flops
+        return batch * ((4 if recompute else 3) * blocks + 3 * outside - (matmuls if frozen else 0))
 
     @cached_property
     def _forward_flops(self) -> tuple[int, int, int]:
-        """FLOPs of a sequence's forward pass: of the blocks, of all else, and of matmuls with weights in both."""
+        # Of one sequence: FLOPs of the blocks, of everything else, and of the matmuls with weights in both.
         flops, matmuls = {True: 0, False: 0}, 0
         for layer in describe_alone(self):
             flops[layer.in_block] += layer.count * round(forward_flops(layer, self.seq_len))

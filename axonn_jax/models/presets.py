@@ -1,4 +1,4 @@
-"""The model of a run: named sizes from the literature, and the `[model]` table that changes them; without jax."""
+"""Model presets from the literature, and the `[model]` table that selects and changes them; no jax."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,26 +16,29 @@ T = TypeVar("T")
 
 @cache
 def _presets() -> Mapping[str, ModelShape]:
-    """Return the models of presets.toml by name, in the order of the file."""
+    # A model's values override its family's, which override those of the model that `like` names.
     values: dict[str, dict[str, Any]] = {}
     text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
     for family in parse_toml(text).values():
-        for name, own in family.pop("models").items():
-            values[name] = values.get(own.pop("like", ""), {}) | family | own
-    return {name: ModelShape(**{"kv_heads": of["heads"], "ffn": 4 * of["hidden"]} | of) for name, of in values.items()}
+        for name, model_sizes in family.pop("models").items():
+            values[name] = values.get(model_sizes.pop("like", ""), {}) | family | model_sizes
+    return {
+        name: ModelShape(**{"kv_heads": sizes["heads"], "ffn": 4 * sizes["hidden"]} | sizes)
+        for name, sizes in values.items()
+    }
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names that `preset` knows, in order of family and size."""
+    """Return the names of all presets, ordered by family and size."""
     return tuple(_presets())
 
 
 @typed_arguments
 def preset(name: str, **changes: object) -> ModelShape:
-    """Return the named model's sizes, with any fields of `ModelShape` changed.
+    """Return the sizes of a preset, with any fields of `ModelShape` replaced by `changes`.
 
     Raises:
-        UserError: The name is unknown; the message has the nearest known one.
+        UserError: The name is unknown; the message suggests the nearest one.
     """
     if name not in _presets():
         names = preset_names()
@@ -45,14 +48,17 @@ def preset(name: str, **changes: object) -> ModelShape:
 
 
 OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
-"""Prefixes of the fields that only models with experts have."""
+"""Prefixes of the fields that apply only to models with experts."""
 
 
 def _with_sizes(cls: type[T]) -> type[T]:
-    """Return a table with all fields of `ModelShape` too, None where they are left out, behind its first one."""
+    # Adds the fields of `ModelShape` to the table, so that sizes, types and help texts are written once. All default to
+    # None: a size that the user leaves out comes from the preset.
     hints = get_type_hints(ModelShape, include_extras=True)
-    first, *others = cls.__annotations__.items()
-    cls.__annotations__ = dict([first, *((f.name, hints[f.name] | None) for f in fields(ModelShape)), *others])
+    first_hint, *other_hints = cls.__annotations__.items()
+    cls.__annotations__ = dict(
+        [first_hint, *((f.name, hints[f.name] | None) for f in fields(ModelShape)), *other_hints]
+    )
     for f in fields(ModelShape):
         setattr(cls, f.name, field(default=None, metadata={"of": ModelShape}))
     return cls
@@ -74,64 +80,69 @@ class ModelConfig(Settings):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields of `ModelShape` that are not left out."""
+        """Fields of `ModelShape` that the user has set."""
         sizes = {f.name: getattr(self, f.name) for f in fields(ModelShape)}
         return {name: value for name, value in sizes.items() if value is not None}
 
     def shape(self, default_vocab: int | None = None) -> ModelShape:
-        """Return the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
+        """Return the model's sizes.
+
+        Args:
+            default_vocab: Vocabulary if neither `vocab` nor a preset sets one.
 
         Raises:
-            UserError: the preset is unknown, a required field is missing, or a size is not possible.
+            UserError: The preset is unknown, a required field is missing, or a size is invalid.
         """
-        given = self.given
+        sizes = self.given
         if self.preset is not None:
             base = preset(self.preset)
-            # Sizes that follow from another one in the preset keep following it.
-            if base.kv_heads == base.heads and "heads" in given:
-                given.setdefault("kv_heads", given["heads"])
-            if base.ffn == 4 * base.hidden and "hidden" in given:
-                given.setdefault("ffn", 4 * given["hidden"])
-            return _without_unused(replace(base, **given), given)
+            # Derived sizes of the preset stay derived: with more heads, multi-head attention stays multi-head.
+            if base.kv_heads == base.heads and "heads" in sizes:
+                sizes.setdefault("kv_heads", sizes["heads"])
+            if base.ffn == 4 * base.hidden and "hidden" in sizes:
+                sizes.setdefault("ffn", 4 * sizes["hidden"])
+            return _without_unused(replace(base, **sizes), sizes)
         if default_vocab is not None:
-            given.setdefault("vocab", default_vocab)
+            sizes.setdefault("vocab", default_vocab)
         required = ("layers", "hidden", "heads", "vocab", "seq_len")
-        missing = [name for name in required if name not in given]
+        missing = [name for name in required if name not in sizes]
         if len(missing) >= 4:
             accepted = f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len"
             raise UserError("model.preset", NOT_GIVEN, accepted)
         if missing:
             names = ", ".join(f"model.{name}" for name in missing)
             raise UserError(names, NOT_GIVEN, "required where model.preset is left out; an integer of at least 1")
-        given.setdefault("kv_heads", given["heads"])
-        given.setdefault("ffn", 4 * given["hidden"])
-        return _without_unused(ModelShape(**given), given)
+        sizes.setdefault("kv_heads", sizes["heads"])
+        sizes.setdefault("ffn", 4 * sizes["hidden"])
+        return _without_unused(ModelShape(**sizes), sizes)
 
 
 def table_of(shape: ModelShape) -> dict[str, Any]:
-    """Return every value of the table that gives a shape; of experts none where there are none."""
+    """Return the `[model]` table that describes a shape, without expert fields if it has no experts."""
     return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(OF_EXPERTS)}
 
 
 def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes that a checkpoint keeps of its run, in `model` or in `config`, a TOML text; None without both.
+    """Return the model sizes in a checkpoint's run metadata, from `model` or the TOML text `config`; None without both.
 
-    Raises ``ValueError`` for sizes that no model has.
+    Raises:
+        ValueError: The sizes are not valid.
     """
     table, text = run.get("model"), run.get("config")
     if table is None and isinstance(text, str):
         if len(text) > TOML_BYTES:
             raise ValueError(f"config = {len(text):,} characters, more than the {TOML_BYTES:,} that are read")
         table = parse_toml(text).get("model")
-    if isinstance(table, dict) and isinstance(bias := table.get("bias"), bool):  # as earlier versions wrote
+    # Checkpoints of earlier versions store `bias` as a boolean.
+    if isinstance(table, dict) and isinstance(bias := table.get("bias"), bool):
         table = table | {"bias": "all" if bias else "none"}
     return None if table is None else typed(ModelConfig, table, "model").shape()
 
 
-def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
-    """The shape; raises ``UserError`` where something of experts is given that it has none of."""
+def _without_unused(shape: ModelShape, sizes: dict[str, Any]) -> ModelShape:
+    # Reject expert settings in a dense model rather than ignore them.
     unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(OF_EXPERTS)}
     for name, default in (unused | {"expert_ffn": shape.ffn} if unused else unused).items():
-        if given.get(name, default) != default:
-            raise UserError(f"model.{name}", given[name], "left out in a model without model.experts")
+        if sizes.get(name, default) != default:
+            raise UserError(f"model.{name}", sizes[name], "left out in a model without model.experts")
     return shape

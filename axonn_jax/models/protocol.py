@@ -1,4 +1,4 @@
-"""The protocol between models and whoever trains, cuts into stages, plans or runs them."""
+"""Protocol between models and the code that trains, partitions, plans or runs them."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -16,9 +16,9 @@ from axonn_jax.tensor.elementwise import DropoutKey
 
 @runtime_checkable
 class Model(Protocol):
-    """Token ids -> residual stream -> layers in a row -> loss, called on local shards inside `jax.shard_map`.
+    """Sequence of token embedding, layers and loss, called on local shards inside `jax.shard_map`.
 
-    A model defines the computation. Its caller decides on places of layers, sub-batches and recomputation.
+    A model defines the computation; its caller decides on the placement of layers, sub-batches and recomputation.
     """
 
     layer_list: ClassVar[str]
@@ -26,72 +26,71 @@ class Model(Protocol):
 
     @property
     def layer_period(self) -> int:
-        """After so many layers one comes that differs in its parameters' values alone, so that a loop can run them.
+        """Period of the kinds of layers: layers this far apart differ only in parameter values, so a scan can run them.
 
-        0: layers are not known to be alike.
+        0: layers are not known to repeat.
         """
 
     @property
     def balanced(self) -> bool:
-        """True if layers add losses of their own to the gradients, as experts do."""
+        """True if layers contribute auxiliary losses to the gradients, as experts do."""
 
     @property
     def vocab(self) -> int | None:
-        """Number of token ids; None: unknown."""
+        """Number of token ids; None if unknown."""
 
     @property
     def seq_len(self) -> int | None:
-        """Longest sequence in tokens; None: any."""
+        """Maximum sequence length in tokens; None if unbounded."""
 
     @property
     def drops_out(self) -> bool:
-        """True if training takes a `DropoutKey`."""
+        """True if training needs a `DropoutKey`."""
 
     @property
     def packed(self) -> bool:
-        """True if tokens are the words of `models.packed`."""
+        """True if batches are packed words of `models.packed`."""
 
     @property
     def reads_words(self) -> bool:
-        """True if layers look at the batch: at the beginnings of documents, or at padding for experts."""
+        """True if layers need the batch itself: document starts, or padding for experts."""
 
     @property
     def residual_spec(self) -> P:
-        """Layout of the residual stream between segments, batch dim first."""
+        """Layout of the residual stream between segments; the batch dim is first."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split tokens: over those that do not split a parameter, its gradients are partial sums."""
+        """Mesh axes that split tokens; a parameter's gradient is a partial sum over those that do not split it."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The smallest parts that a pipeline stage can hold, in order, with their costs."""
+        """Smallest parts that a pipeline stage can hold, in order, with their costs."""
 
     def counts(self, names: frozenset[str]) -> Loads | None:
-        """Return the meaning of gradients of these names, which are counts; None where there are none."""
+        """Return how to read the gradients of these names, which are counts; None if there are no names."""
 
     def check_grid(self, grid: GridShape) -> None:
-        """Raise ``UserError`` where the model does not divide over a grid."""
+        """Raise ``UserError`` unless the model divides over the grid."""
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
-        """Return the first layer's input, in `dtype`, for the ids that `models.packed.inputs_of` gives."""
+        """Return the first layer's input in `dtype`, for the result of `models.packed.inputs_of`."""
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
-        """Return the first layer's input in a later stage: the arrived values, and the batch if it `reads_words`."""
+        """Return the input of a later stage's first layer: received values, and what layers need of the batch."""
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Call one of the layers, with its own key."""
+        """Run a layer; `key` is the layer's."""
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Run the layers of a segment, or the part of one that it is, with the model's key."""
+        """Run a segment, which holds layers or part of a layer; `key` is the model's."""
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """Return the sum of the losses of targets [batch, seq], times `weights` [batch, seq], from the last layer's
-        output."""
+        """Return the sum of losses for the last layer's output and targets [batch, seq], weighted by `weights`."""
 
 
 def check_model(model: object) -> Model:
-    """Return the model; raises ``UserError`` for one that cannot be trained in parts."""
+    """Return the model typed as a `Model`; raises ``UserError`` if it does not implement the protocol."""
     if not isinstance(model, Model):
         accepted = "a Transformer or a SequenceModel of layers; any other Flax model trains with loss="
         raise UserError("model", type(model).__name__, accepted)
@@ -99,4 +98,4 @@ def check_model(model: object) -> Model:
 
 
 RunLayer = Callable[[Any, tuple[jax.Array, ...], DropoutKey | None], tuple[jax.Array, ...]]
-"""Function that runs (a layer, on every sub-batch, with its key); activation policies wrap it."""
+"""Function that runs a layer on all sub-batches with its key; activation policies wrap it."""

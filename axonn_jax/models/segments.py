@@ -1,4 +1,4 @@
-"""Segments of a decoder-only transformer: the smallest parts that a stage can hold, with their costs; no jax."""
+"""Segments of a decoder-only transformer, the units of pipeline partitioning, with their costs; no jax."""
 
 from dataclasses import dataclass
 
@@ -11,32 +11,32 @@ from axonn_jax.ops.language import Layer, joined
 
 @dataclass(frozen=True)
 class Segment:
-    """One link of the sequence: the smallest part of a model that a stage can hold."""
+    """Smallest part of a model that a pipeline stage can hold."""
 
     name: str
-    """For people, such as `blocks.3.mlp`."""
+    """Display name, such as `blocks.3.mlp`."""
     flops: int
-    """FLOPs of its forward pass for one sequence (its backward takes about twice as many)."""
+    """FLOPs of the forward pass for one sequence; the backward pass takes about twice as many."""
     params: int
-    """Parameters it holds."""
+    """Number of parameters."""
     layer: str = ""
-    """Prefix of the parameters' names in a numbered layer, such as `blocks.3`; empty outside of one."""
+    """Prefix of its parameter names in a numbered layer, such as `blocks.3`; empty outside the layers."""
     alike: str = ""
-    """Segments of which this is equal differ in nothing but the values of their parameters; empty: like no other."""
+    """Segments with equal values differ only in parameter values, and can share a program; empty: unique."""
 
 
 def check_repeats(layers: int, period: int) -> None:
-    """Raise ``UserError`` where so many layers are fewer than two of a kind, or end between two kinds."""
+    """Raise ``UserError`` unless the layers are at least two full periods, and a multiple of the period."""
     if layers % period or layers < 2 * period:
         multiple = f", a multiple of {period}, after which kinds of layers repeat" if period > 1 else ""
         raise UserError("model.layers", layers, f"to scan layers, at least {2 * period}{multiple}")
 
 
 def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
-    """Return embedding, the two halves of every block, and the head; their costs add up to the model's.
+    """Return the embedding, both halves of every block, and the head; their costs add up to the model's.
 
-    Attention is counted without its causal half, as in the published formulas; a table lookup counts no FLOPs. A tied
-    table counts as the embedding's parameters. Experts count a token's own choices.
+    FLOPs count full rather than causal attention, as in published formulas, no table lookups, and of the experts only
+    those that a token chooses. A tied table counts as parameters of the embedding.
     """
     first, *_, last = describe_alone(shape)
 

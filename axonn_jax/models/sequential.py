@@ -1,4 +1,4 @@
-"""Any layers in a row as a model that can be trained on a grid, a pipeline included."""
+"""Sequential model of arbitrary Flax layers that trains on any grid, including pipelines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,16 +20,24 @@ Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class SequenceModel(nnx.Module):
-    """Model made of a sequence of Flax layers, each called on the output of the one before.
+    """Model made of a sequence of Flax layers, each called on the output of the previous one.
 
-    The first layer is called on token ids [batch, seq], the last one's output goes to `loss` with the targets. Between
-    layers passes an array whose first dim is the batch. Layers run on local shards, so plain Flax layers work on grids
-    of `pipe`, `data` and `z`, with their parameters replicated; layers of `axonn_jax.tensor` are sharded over `x` and
-    `y` as well. `between` is the layout of that array: by default the batch dim over `data` and `z`.
+    The first layer takes token ids [batch, seq]; the last layer's output goes to `loss` with the targets. Arrays
+    between layers have the batch as their first dim. Layers run on local shards, so plain Flax layers work on grids of
+    `pipe`, `data` and `z` with replicated parameters; layers of `axonn_jax.tensor` are sharded over `x` and `y` as well.
 
-    A layer that holds random streams (`nnx.Rngs`) runs row by row and draws by the seed, the step and the row's place
-    in the batch; an evaluation is Flax's `eval`. Layers may hold other state that no call changes: an `nnx.BatchNorm`
-    that moves its statistics is a ``UserError``.
+    A layer with random streams (`nnx.Rngs`) runs row by row, and draws by the seed, the step and the row's position in
+    the batch. Evaluation uses Flax's `eval` mode. Layers may hold other state as long as no call changes it.
+
+    Args:
+        layers: Layers in order.
+        loss: Function of the last layer's output and the targets, which returns the loss of every target.
+        flops: FLOPs of each layer for one sequence; by default two per parameter.
+        between: Layout of the arrays between layers; by default the batch dim is split over `data` and `z`.
+
+    Raises:
+        UserError: A layer is no `nnx.Module`, or `flops` has the wrong length. In training, if a call changes the state
+            of a layer, such as the running statistics of an `nnx.BatchNorm`.
     """
 
     layer_list = "layers"
@@ -61,13 +69,13 @@ class SequenceModel(nnx.Module):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Segments of the model, one a layer; without `flops` a layer counts two FLOPs a parameter, as its matmuls
-        take."""
+        """Segments of the model, one per layer."""
         segments = []
         parts = split_module(self)
-        forms: list[Any] = []  # of the layers that differ
+        forms: list[Any] = []  # distinct forms so far; layers with equal forms can share a compiled program
         for index, layer in enumerate(self.layers):
             params = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+            # Without a user's figure assume matmuls, at one multiplication and one addition per parameter.
             flops = 2 * params if self._flops is None else self._flops[index]
             name, form = f"layers.{index}", self._form(index, parts)
             if form is not None and form not in forms:
@@ -77,77 +85,79 @@ class SequenceModel(nnx.Module):
         return tuple(segments)
 
     def _form(self, index: int, parts: SplitModule) -> Any:
-        """All of a layer but its values; None where it shares parameters with another, or has other state."""
+        # None for a layer that cannot share a program: it shares parameters with another layer, or has other state.
         layer = self.layers[index]
         form = layer_form(layer, f"layers.{index}.", parts)
         shared = len(form.params) < len(nnx.to_flat_state(nnx.state(layer, nnx.Param)))
-        again = sum(other_layer is layer for other_layer in self.layers) > 1
-        return None if shared or again or form.state else form
+        reused = sum(other_layer is layer for other_layer in self.layers) > 1
+        return None if shared or reused or form.state else form
 
     def counts(self, names: frozenset[str]) -> None:
-        """Return None: no layer declares a parameter whose gradient is a count."""
+        """Return None: these layers have no parameters whose gradients are counts."""
 
     def check_grid(self, grid: GridShape) -> None:
-        """Accept every grid: layers check their own parameters."""
+        """Accept every grid; the layers check their own parameters."""
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
-        """Return the tokens, which the first layer takes; layers choose their own dtype."""
+        """Return the tokens unchanged for the first layer; `dtype` is ignored, layers choose their own."""
         return tokens
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
-        """Return the arrived values."""
+        """Return the received values unchanged."""
         return x
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Run a layer with a key as it trains, else as Flax's `eval` has it; row by row if it holds random streams."""
+        """Run a layer in training mode with a key, else in Flax's `eval` mode; row by row if it has random streams."""
         split: Any = nnx.split(layer, nnx.RngState, ...)
-        graphdef, streams, rest = split
+        graphdef, streams, other_state = split
         draws = bool(jax.tree.leaves(streams))
 
-        def run(x: jax.Array, own: jax.Array) -> jax.Array:
-            own_layer = nnx.merge(graphdef, seeded(streams, own), renewed(rest))
-            _set_mode(own_layer, training=key is not None, draws=draws)
-            y = own_layer(x)
-            _check_unchanged(own_layer, rest)
+        # Work on a copy: the layer's own variables belong to an outer trace.
+        def run(x: jax.Array, layer_key: jax.Array) -> jax.Array:
+            live_layer = nnx.merge(graphdef, seeded(streams, layer_key), renewed(other_state))
+            _set_mode(live_layer, training=key is not None, draws=draws)
+            y = live_layer(x)
+            _check_unchanged(live_layer, other_state)
             return y  # type: ignore[no-any-return]
 
-        def run_row(row: jax.Array, own: jax.Array) -> jax.Array:
-            y = run(row[None], own)
+        def run_row(row: jax.Array, layer_key: jax.Array) -> jax.Array:
+            y = run(row[None], layer_key)
             if y.shape[:1] != (1,):
                 shapes = f"{type(layer).__name__}, which draws and makes {y.shape} of {(1, *row.shape)}"
                 raise UserError("model", shapes, "layers that draw and leave the first dim, a row of the batch each")
             return y[0]
 
-        same = key_of(0)  # what draws in an evaluation too draws for every row alike, wherever the row is
+        # A layer that draws even in evaluation gets the same key for every row, so that results do not depend on the
+        # row's position in the batch.
+        fixed_key = key_of(0)
         if not draws:
-            return run(x, same)
-        return jax.vmap(run_row, (0, None if key is None else 0))(x, same if key is None else key.of_rows(len(x)))
+            return run(x, fixed_key)
+        # Row by row, so that draws do not depend on how the grid or microbatches split the batch.
+        keys = fixed_key if key is None else key.of_rows(len(x))
+        return jax.vmap(run_row, (0, None if key is None else 0))(x, keys)
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Run the layer of a number."""
+        """Run layer `number`."""
         return self.run_layer(self.layers[number], x, None if key is None else key.of_layer(number))
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """Sum of the losses of every target, times `weights` where given."""
+        """Return the sum of the losses of all targets, weighted by `weights` if given."""
         losses = self._loss(x, targets)
         return jnp.sum(losses if weights is None else losses * weights)
 
 
 def seeded(streams: Any, key: jax.Array) -> Any:
-    """A layer's random streams as they begin from a key, each with its own."""
+    """Return random streams restarted from `key`, each with its own subkey and its count at zero."""
     begun = []
     for number, (path, var) in enumerate(nnx.to_flat_state(streams)):
-        shape, own = var.get_value().shape, jax.random.fold_in(key, number)
+        shape, var_key = var.get_value().shape, jax.random.fold_in(key, number)
         counts = isinstance(var, nnx.RngCount)
-        begun.append((path, var.replace(jnp.zeros(shape, jnp.uint32) if counts else jax.random.split(own, shape))))
+        begun.append((path, var.replace(jnp.zeros(shape, jnp.uint32) if counts else jax.random.split(var_key, shape))))
     return nnx.from_flat_state(begun)
 
 
 def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
-    """Set the mode that a layer leaves open, as an `nnx.MultiHeadAttention` does; for an evaluation all, by `eval`.
-
-    Raises ``UserError`` where it is to drop out and has nothing to draw from.
-    """
+    # Some layers, such as `nnx.MultiHeadAttention`, leave `deterministic` None for the caller to choose.
     if not training:
         layer.eval()
     modules: list[Any] = [module for _, module in nnx.iter_modules(layer)]
@@ -155,15 +165,15 @@ def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
         if getattr(module, "deterministic", False) is None:
             module.deterministic = False
         if isinstance(module, nnx.Dropout) and module.rate and not (module.deterministic or draws):
-            given = f"nnx.Dropout({module.rate}) without rngs"
-            raise UserError("model", given, "nnx.Dropout(rate, rngs=nnx.Rngs(seed))")
+            value = f"nnx.Dropout({module.rate}) without rngs"
+            raise UserError("model", value, "nnx.Dropout(rate, rngs=nnx.Rngs(seed))")
 
 
-def _check_unchanged(layer: Any, before: Any) -> None:
-    """Raise ``UserError`` if a call has changed state of a layer beside its random streams."""
-    after = dict(nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))))
-    for path, var in nnx.to_flat_state(before):
-        pairs = zip(*(jax.tree.leaves(v.get_value()) for v in (var, after.get(path, var))), strict=True)
+def _check_unchanged(layer: Any, old_state: Any) -> None:
+    # Compare by identity: the values of tracers are not known.
+    new_state = dict(nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))))
+    for path, var in nnx.to_flat_state(old_state):
+        pairs = zip(*(jax.tree.leaves(v.get_value()) for v in (var, new_state.get(path, var))), strict=True)
         if any(old is not new for old, new in pairs):
             state = f"{type(layer).__name__}, of which a call changes {'.'.join(map(str, path))} ({type(var).__name__})"
             accepted = "layers that change nothing but random streams: LayerNorm, BatchNorm(use_running_average=True)"

@@ -1,9 +1,4 @@
-"""A decoder-only transformer made of 4D-sharded layers.
-
-Call it inside one manual region (`jax.shard_map`), or outside of any as a plain model. Local shapes: tokens
-[batch/(Gdata Gz), seq], residual stream [batch/(Gdata Gz), seq, hidden/Gx], with a split sequence seq/Gy, logits
-[batch/(Gdata Gz), seq, vocab/Gy].
-"""
+"""Decoder-only transformer made of 4D-sharded layers."""
 
 from dataclasses import replace
 from functools import partial
@@ -39,7 +34,10 @@ from axonn_jax.tensor.weight_gather import gather_weight
 
 FLOAT32 = jnp.dtype("float32")
 
-# Inputs alone are kept for the backward pass: computing the rest again is cheaper than its way through memory.
+# Local shapes: tokens [batch/(Gdata Gz), seq], residual stream [batch/(Gdata Gz), seq, hidden/Gx] (seq/Gy if it is
+# split), logits [batch/(Gdata Gz), seq, vocab/Gy].
+
+# Save only the activation's inputs for the backward pass: recomputing is cheaper than going through memory.
 _activated = jax.checkpoint(activated, static_argnums=(0,))
 
 
@@ -52,7 +50,8 @@ def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
 def _rotation(shape: ModelShape) -> Rotation | None:
     if shape.positions != "rope":
         return None
-    factor = amplitude(shape) * (shape.head_dim / shape.score_dim) ** 0.25  # of queries and of keys
+    # Queries and keys each take the square root of the change from 1/sqrt(head_dim) to 1/sqrt(score_dim).
+    factor = amplitude(shape) * (shape.head_dim / shape.score_dim) ** 0.25
     return Rotation(tuple(frequencies(shape).tolist()), factor)
 
 
@@ -69,7 +68,7 @@ class Mlp(nnx.Module):
         self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
 
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers, as is dropout."""
+        """Map [batch, seq, hidden/Gx] to the same shape; `key` drops inputs of adapters; collectives: `Linear`."""
         if self.gate is None:
             (h,) = column_parallel((self.up,), x, key)
             return self.down(_activated(self.kind, None, h), key)
@@ -78,10 +77,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream.
-
-    With `shape.post_norms` their results are normalised before they are added.
-    """
+    """Pre-norm transformer block; `shape.post_norms` normalizes each branch again before it is added."""
 
     def __init__(
         self, shape: ModelShape, comm: BlockComm, index: int, *,
@@ -116,26 +112,26 @@ class Block(nnx.Module):
             return
         wide = replace(shape, ffn=moe.shared * moe.ffn, bias="none") if moe.shared else None
         shared = None if wide is None else partial(Mlp, wide, comm, out_std=out_std)
-        made = partial(MixtureOfExperts, shape.hidden, moe, shape.mlp, shared, std=shape.init_std, out_std=out_std)
-        self.mlp = made(training=training, sequence_split=comm.sequence_split, key=key_mlp)
+        mixture = partial(MixtureOfExperts, shape.hidden, moe, shape.mlp, shared, std=shape.init_std, out_std=out_std)
+        self.mlp = mixture(training=training, sequence_split=comm.sequence_split, key=key_mlp)
 
     def __call__(self, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
+        """Map the stream [batch, seq, hidden/Gx] to the same shape, with dropout if a `key` is given."""
         return self.feed_forward(self.attend(x, key), key)
 
     def attend(self, x: Stream, key: DropoutKey | None = None, documents: Documents | None = None) -> Stream:
-        """Run the first half of the block."""
+        """Run the first half of the block, attention."""
         if isinstance(x, Residual):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._branch(self.attention(self.attention_norm(x), documents, key), key, 0)
 
     def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
-        """Attend by a function of queries, keys and values; return the output and the state of the function."""
-        attended, held = attend(*self.attention.project(self.attention_norm(x), by), self.attention.rule)
-        return x + self._branch(self.attention.merge(attended), None, 0), held
+        """Run the first half with the attention function `attend`; return the output and the function's state."""
+        attended, state = attend(*self.attention.project(self.attention_norm(x), by), self.attention.rule)
+        return x + self._branch(self.attention.merge(attended), None, 0), state
 
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """Run the second half of the block."""
+        """Run the second half of the block, the feed-forward layer or the experts."""
         values = values_of(x)
         if isinstance(self.mlp, Mlp):
             branch, balance = self.mlp(self.mlp_norm(values), key), None
@@ -148,7 +144,6 @@ class Block(nnx.Module):
         return x._replace(values=values, balance=None if x.balance is None else x.balance + more)
 
     def _branch(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
-        """Return the result of a half of the block in the form that is added."""
         norm = self.mlp_post_norm if half else self.attention_post_norm
         branch = branch if norm is None else norm(branch)
         if key is None or self.dropout == 0.0:
@@ -157,12 +152,15 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The model: embedding, blocks, final norm and projection onto the vocabulary; a `models.protocol.Model`.
+    """Decoder-only transformer; called inside a single manual region (`jax.shard_map`), or unsharded outside any.
 
-    Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
-    blocks makes the same weights as a process that holds them all. `comm` says how blocks communicate with the
-    residual stream; parameters and results do not depend on it; `moe` how experts are trained. A `packed` model takes
-    rows of `models.packed`, where no document sees another.
+    Args:
+        shape: Sizes of the model.
+        rngs: Random streams; `params` seeds the weights.
+        attention: Attention kernel.
+        comm: Communication of the blocks with the residual stream; parameters and results do not depend on it.
+        packed: True if batches are packed rows of `models.packed`, whose documents do not attend to each other.
+        moe: Dispatch and balance of experts.
     """
 
     layer_list = "blocks"
@@ -180,8 +178,10 @@ class Transformer(nnx.Module):
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
         self.token_axes = (*BATCH_AXES, SEQUENCE_AXIS) if split else BATCH_AXES
+        # One key per block, so that a stage that holds some blocks initializes them like a process that holds all.
         keys = portable_keys(rngs.params(), layers + 3)
-        mesh = compat.context_mesh()  # on which parameters are born; where there is none `models.vocabulary` pads later
+        # Parameters are created sharded on the context's mesh; without one, `models.vocabulary` pads the table later.
+        mesh = compat.context_mesh()
         vocab = shape.padded_vocab(1 if mesh is None else mesh.shape.get("y", 1) * mesh.shape.get("z", 1))
         self.embedding = Embedding(shape.vocab, hidden, std=std, key=keys[layers], sequence_split=split, rows=vocab)
         self.positions = (
@@ -196,13 +196,13 @@ class Transformer(nnx.Module):
         self.head = None if shape.tied else head(std=std, key=keys[layers + 2])
 
     def __call__(self, tokens: jax.Array, *, dtype: jnp.dtype = FLOAT32, key: DropoutKey | None = None) -> jax.Array:
-        """Token ids [batch, seq] -> logits [batch, seq, vocab/Gy]; dropout where `key` is given."""
+        """Return logits [batch, seq, vocab/Gy] for token ids [batch, seq], with dropout if a `key` is given."""
         return self.logits(self._residual(tokens, dtype, key))
 
     def loss(
         self, tokens: jax.Array, targets: jax.Array, *, dtype: jnp.dtype = FLOAT32, key: DropoutKey | None = None
     ) -> jax.Array:
-        """Token ids and targets [batch, seq] -> `total_loss`."""
+        """Return `total_loss` for token ids and targets [batch, seq]."""
         return self.total_loss(self._residual(tokens, dtype, key), targets)
 
     def _residual(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None) -> Stream:
@@ -213,8 +213,7 @@ class Transformer(nnx.Module):
         return run_layers(self.blocks, run, self.embed(words, dtype, key))
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
-        """Return the residual stream, in `dtype`, of the ids that `models.packed.inputs_of` gives; later layers keep
-        the dtype."""
+        """Return the residual stream in `dtype`, for the result of `models.packed.inputs_of`."""
         if (seq := tokens.shape[1] - self.reads_words) > self.shape.seq_len:
             raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
         if not self.reads_words:
@@ -223,17 +222,17 @@ class Transformer(nnx.Module):
         return self.continued(self._embedded(ids, dtype, key, places), tokens)
 
     def counts(self, names: frozenset[str]) -> Loads | None:
-        """Return the experts' loads, None of a model without experts."""
+        """Return the experts' loads; None if there are no `names`."""
         return Loads(names, self.moe.balance_rate) if names else None
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
-        """The stream that another stage has begun on these words (None: of a model that does not read them)."""
+        """Return the stream of a later stage: received values, plus what layers need of the batch `tokens`."""
         if tokens is None:
             return x
         return stream_of(x, tokens, packed=self.packed, experts=self.shape.moe is not None, balanced=self.balanced)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
-        """Return the residual stream of token ids and positions [batch, seq], and the angles of rotation."""
+        """Return the residual stream for token ids and positions [batch, seq], and the rotary angles."""
         rotation = _rotation(self.shape)
         by = None if rotation is None else angles(rotation, self.shape.seq_len, positions)
         return self._embedded(tokens, dtype, None, positions), by
@@ -252,16 +251,15 @@ class Transformer(nnx.Module):
         return dropout(x, self.shape.dropout, key.fold_in(self.shape.layers), sequence_split=split)
 
     def logits(self, x: Stream) -> jax.Array:
-        """Residual stream -> logits of the local shard of the vocabulary; minus infinity beyond it."""
+        """Return the logits of the local shard of the vocabulary; minus infinity in its padding."""
         h = self.norm(values_of(x))
         logits = self.embedding.attend(h) if self.head is None else self.head(h)
         return masked(capped(logits, self.shape.logits_cap), self._used(logits.shape[-1]))
 
     def total_loss(self, x: Stream, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """Residual stream, targets [batch, seq] -> sum of their cross-entropy in nats, a float32 scalar.
+        """Return the summed cross-entropy in nats of targets [batch, seq], a float32 scalar.
 
-        `weights` [batch, seq] are the targets' weights (default: one), without a gradient. The losses that even out
-        experts' loads are in the gradients, not in the value. Collectives: `tensor.loss.total_loss`.
+        `weights` [batch, seq] multiply the targets' losses, and get no gradient. Collectives: `tensor.loss.total_loss`.
         """
         tied = self.head is None
         weight = self.embedding.table if self.head is None else self.head.kernel
@@ -270,6 +268,7 @@ class Transformer(nnx.Module):
         projection = Projection(gathered, tied, used, self.shape.logits_cap)
         h = self.norm(values_of(x))
         total = total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
+        # Balance losses contribute gradients but no value, so that the reported loss stays the cross-entropy.
         balance = balance_of(x)
         return total if balance is None else total + (balance - jax.lax.stop_gradient(balance))
 
@@ -278,7 +277,7 @@ class Transformer(nnx.Module):
         return layer(x, key)
 
     def run_segment(self, number: int, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """Run half a block; the embedding and the head, which hold none, give `x` as it is."""
+        """Run half a block; the segments of the embedding and the head return `x` unchanged."""
         index, half = divmod(number - 1, 2)
         if not 0 <= index < len(self.blocks):
             return x
@@ -287,14 +286,14 @@ class Transformer(nnx.Module):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Embedding, the halves of every block, the head with the loss."""
+        """Segments: the embedding, both halves of every block, the head."""
         return transformer_segments(self.shape)
 
     def check_grid(self, grid: GridShape) -> None:
-        """Raise ``UserError`` where the model does not divide over a grid."""
+        """Raise ``UserError`` unless the model divides over the grid."""
         self.shape.check_grid(grid, sequence_split=self.comm.sequence_split)
         self.comm.check(self.shape, grid)
 
     def _used(self, columns: int) -> int | None:
-        """Return the vocabulary, where its `columns` on all devices are more."""
+        # Vocabulary if the `columns` of all devices include padding, else None: no mask is needed.
         return self.shape.vocab if columns * axis_size(VOCAB_AXIS) > self.shape.vocab else None

@@ -1,1 +1,1 @@
-"""Declaration of the transformer for cost models, and the choice that is made by it; no jax."""
+"""Declaration of the transformer for cost models, and choices based on it; no jax."""

@@ -1,4 +1,4 @@
-"""Choice of the blocks' communication with the residual stream, by the bytes that their declarations send; no jax."""
+"""Selection of the blocks' communication with the residual stream by the bytes it sends; no jax."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -15,15 +15,22 @@ from axonn_jax.options import Activations, ResidualComm
 def choose_residual_comm(
     wanted: ResidualComm, shape: ModelShape, grid: GridShape, activations: Activations, *, sequence_split: bool = False
 ) -> BlockComm:
-    """Return the wanted communication; for `auto` the one that sends less over `x` under a policy of activations.
+    """Return the blocks' communication for a setting; "auto" selects for each half what sends less over `x`.
+
+    Args:
+        wanted: Setting to apply.
+        shape: Sizes of the model.
+        grid: Grid of the model.
+        activations: Activation policy, which decides what the backward pass communicates again.
+        sequence_split: True if `y` splits the sequence of the residual stream.
 
     Raises:
-        UserError: "gather" is wanted and does not divide, or the stream's sequence is split.
+        UserError: The setting is "gather", and the model does not divide over the grid or the sequence is split.
     """
     if wanted == "gather":
-        both = BlockComm(attention=True, mlp=True, sequence_split=sequence_split)
-        both.check(shape, grid)
-        return both
+        gather_both = BlockComm(attention=True, mlp=True, sequence_split=sequence_split)
+        gather_both.check(shape, grid)
+        return gather_both
     if grid.x == 1 or wanted == "all_reduce" or sequence_split:
         return BlockComm(sequence_split=sequence_split)
     policy = StepPolicy(activations=activations)
@@ -36,14 +43,14 @@ def choose_residual_comm(
 
 @cache
 def _sends_less(shape: ModelShape, y: int, x: int, comm: BlockComm, policy: StepPolicy) -> bool:
-    """Return True if blocks send less over `x` than with all-reduces; over `y` and `z` both send the same."""
+    # Comparing the traffic over `x` is enough: both ways send the same over `y` and `z`.
     at = alone(shape)._replace(y=y, x=x)
-    gathering, reducing = (describe(shape, at, one)[1:-1] for one in (comm, BlockComm()))
+    gathering, reducing = (describe(shape, at, candidate)[1:-1] for candidate in (comm, BlockComm()))
     return _sent(gathering, policy) < _sent(reducing, policy)
 
 
 def _sent(blocks: Iterable[Layer], policy: StepPolicy) -> int:
-    """Return the bytes that blocks send over `x`, in units of (Gx-1)/Gx."""
+    # In units of (Gx-1)/Gx; on a ring an all-reduce sends twice what a gather or a reduce-scatter does.
     rows = collectives(blocks, policy)
     over_x = ((kind, buffer * runs) for _, _, kind, axes, buffer, runs in rows if axes == ("x",))
     return sum(2 * sent if kind == "all-reduce" else sent for kind, sent in over_x)

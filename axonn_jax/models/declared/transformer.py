@@ -1,4 +1,4 @@
-"""Declaration of the transformer: each module of `models.transformer` beside its `__call__`; no jax."""
+"""Declaration of the modules of `models.transformer` for cost models; no jax."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
 
-@lru_cache(maxsize=1024)  # a search asks for the same grid with other batches and replicas
+# A planner's search describes the same grid again for different batch sizes and replicas.
+@lru_cache(maxsize=1024)
 def describe(
     shape: "ModelShape", at: Place, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
     duplicates: bool = False,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return every layer of the model, each kind once, in the order of the forward pass.
+    """Return the layers of the model in the order of the forward pass, with each kind of block once.
 
     Args:
         shape: Sizes of the model.
@@ -38,12 +39,12 @@ def describe(
 
 
 def describe_alone(shape: "ModelShape") -> tuple[Layer, ...]:
-    """Return every layer of the model for one sequence on one device."""
+    """Return the layers of the model for one sequence on a single device."""
     return describe(shape, alone(shape))
 
 
 def alone(shape: "ModelShape") -> Place:
-    """Return the place of a layer that has one sequence on one device."""
+    """Return the place of a layer that processes one sequence on a single device."""
     return Place(1, 1, 1, 1, shape.seq_len, FLOAT32)
 
 
@@ -51,7 +52,7 @@ def halves(
     shape: "ModelShape", layer: int, at: Place, comm: BlockComm = ALL_REDUCE,
     training: MoeConfig = MoeConfig(), *, duplicates: bool = False, attention: AttentionKernel = "cudnn",  # noqa: B008
 ) -> tuple[Part, Part]:  # fmt: skip
-    """Return both halves of a block, each with its norm and the addition to the stream; arguments as of `describe`."""
+    """Return both halves of a block with their norms and residual additions; arguments are those of `describe`."""
     norm_params, norm_ops = norm(at, "blocks.mlp_norm", shape.hidden, shape.norm)
     if shape.moe is not None and shape.moe.is_routed(layer):
         params, chains = _experts(shape, shape.moe, at, comm, training, duplicates)
@@ -64,25 +65,28 @@ def halves(
 
 
 def _post_norm(shape: "ModelShape", at: Place, half: str) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
-    """Declare the norm of a half's result, if the model has one."""
     return norm(at, f"{half}_post_norm", shape.hidden, shape.norm) if shape.post_norms else ((), ())
 
 
 def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: AttentionKernel) -> Part:
-    """Declare the first half of a block: norm, attention, the addition to the stream."""
-    name, how = "blocks.attention", comm.of(comm.attention)
+    name, projection_comm = "blocks.attention", comm.of(comm.attention)
     over = at.yx if comm.attention else at.y
     norm_params, norm_ops = norm(at, f"{name}_norm", shape.hidden, shape.norm)
-    qkv_params, qkv = linear(at, f"{name}.qkv", shape.hidden, shape.qkv_width, "x", how, bias=shape.bias != "none")
+    qkv_params, qkv = linear(
+        at, f"{name}.qkv", shape.hidden, shape.qkv_width, "x", projection_comm, bias=shape.bias != "none"
+    )
     width = shape.heads * shape.head_dim
-    out_params, out = linear(at, f"{name}.out", width, shape.hidden, "y", how, bias=shape.bias == "all")
+    out_params, out = linear(at, f"{name}.out", width, shape.hidden, "y", projection_comm, bias=shape.bias == "all")
     scales: tuple[Param, ...] = ()
     head_norms: tuple[Op, ...] = ()
     if shape.qk_norm:
         axes = () if comm.sequence_split else ("y", "x") if comm.attention else ("y",)
-        both = ("q_norm", "k_norm")
-        scales = tuple(Param(f"{name}.{one}.scale", (shape.head_dim,)) for one in both)
-        sums = (reduce_gradient(f"blocks.{one}", axes, shape.head_dim * FLOAT32, of_param=True) for one in both)
+        norm_names = ("q_norm", "k_norm")
+        scales = tuple(Param(f"{name}.{norm_name}.scale", (shape.head_dim,)) for norm_name in norm_names)
+        sums = (
+            reduce_gradient(f"blocks.{norm_name}", axes, shape.head_dim * FLOAT32, of_param=True)
+            for norm_name in norm_names
+        )
         head_norms = (*sums, Read((shape.heads + shape.kv_heads) * shape.head_dim / over))
     scores = attend(at, shape.heads / over, shape.kv_heads / over, shape.head_dim, shape.seq_len, kernel)
     post_params, post_ops = _post_norm(shape, at, name)
@@ -91,15 +95,14 @@ def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: Attentio
 
 
 def _mlp(shape: "ModelShape", at: Place, comm: BlockComm, name: str, ffn: int, *, bias: bool) -> Part:
-    """Declare a feed-forward layer that all tokens pass; no gradient reads its result."""
-    how = comm.of(comm.mlp)
-    up_params, up = linear(at, f"{name}.up", shape.hidden, ffn, "x", how, bias=bias)
+    projection_comm = comm.of(comm.mlp)
+    up_params, up = linear(at, f"{name}.up", shape.hidden, ffn, "x", projection_comm, bias=bias)
     gate_params, gate = (
-        linear(at, f"{name}.gate", shape.hidden, ffn, "x", how, bias=bias, shares_input=True)
+        linear(at, f"{name}.gate", shape.hidden, ffn, "x", projection_comm, bias=bias, shares_input=True)
         if shape.mlp_inputs == 2
         else ((), ())
     )
-    down_params, down = linear(at, f"{name}.down", ffn, shape.hidden, "y", how, bias=bias)
+    down_params, down = linear(at, f"{name}.down", ffn, shape.hidden, "y", projection_comm, bias=bias)
     inner = ffn / (at.yx if comm.mlp else at.y)
     activation = Read(shape.mlp_inputs * inner, moved=(shape.mlp_inputs + 1) * inner * at.item)
     return (*gate_params, *up_params, *down_params), (Chain((*up, *gate, activation, *down), result_read=False),)
@@ -108,11 +111,11 @@ def _mlp(shape: "ModelShape", at: Place, comm: BlockComm, name: str, ffn: int, *
 def _experts(
     shape: "ModelShape", moe: ExpertShape, at: Place, comm: BlockComm, training: MoeConfig, duplicates: bool
 ) -> Part:
-    """Declare a layer of experts, the shared ones as one feed-forward layer."""
-    whole = shape.hidden if comm.mlp else shape.hidden / at.x / (at.y if at.sequence_split else 1)
+    # Shared experts are one feed-forward layer, which saves the input for the routed experts too.
+    stream_elements = shape.hidden if comm.mlp else shape.hidden / at.x / (at.y if at.sequence_split else 1)
     params, chains = declare_experts(
         at, moe, shape.hidden, shape.mlp_inputs, shape.seq_len, training,
-        entering=0.0 if moe.shared else whole, duplicates=duplicates,
+        entering=0.0 if moe.shared else stream_elements, duplicates=duplicates,
     )  # fmt: skip
     if not moe.shared:
         return params, chains
@@ -121,7 +124,6 @@ def _experts(
 
 
 def _last(shape: "ModelShape", at: Place, comm: BlockComm, rows: int) -> Layer:
-    """Declare the final norm, the projection onto the vocabulary and the cross-entropy."""
     norm_params, norm_ops = norm(at, "norm", shape.hidden, shape.norm)
     params, head = linear(
         at, "head", shape.hidden, shape.vocab, "x", comm.of(False), bias=False, columns=rows, is_head=True,

@@ -60,8 +60,8 @@ def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
 def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
     """Map the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
     prefix = _PREFIX.get(layout_of(shape), "model.")
-    full = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}
-    return {name: given for name, given in full.items() if not name.endswith(_BUFFERS)}
+    by_full_name = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}
+    return {name: stored_name for name, stored_name in by_full_name.items() if not name.endswith(_BUFFERS)}
 
 
 def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[EntryMap]:
@@ -69,28 +69,28 @@ def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field
 
     Raises ``UserError`` for a tensor that is missing, unexpected or of the wrong size; `field` stands before its name.
     """
-    entries, left, before = [], set(sizes), f"{field}: " if field else ""
+    entries, unmatched, prefix = [], set(sizes), f"{field}: " if field else ""
     for entry in _entries(shape, layout_of(shape)):
         for name, size in entry.theirs.items():
             if name not in sizes:
-                raise UserError(f"{before}tensor {name}", None, f"an array of shape {size}")
+                raise UserError(f"{prefix}tensor {name}", None, f"an array of shape {size}")
             if tuple(sizes[name]) != size:
-                raise UserError(f"{before}shape of {name}", tuple(sizes[name]), f"{size}")
-            left.discard(name)
+                raise UserError(f"{prefix}shape of {name}", tuple(sizes[name]), f"{size}")
+            unmatched.discard(name)
         entries.append(entry)
-    if shape.tied and HEAD in left:  # torch lists the tied weight under both of its names
+    if shape.tied and HEAD in unmatched:  # torch lists the tied weight under both of its names
         if tuple(sizes[HEAD]) != (table := (shape.vocab, shape.hidden)):
-            raise UserError(f"{before}shape of {HEAD}", tuple(sizes[HEAD]), f"{table}")
-        left.discard(HEAD)
-    if left:
-        raise UserError(f"{before}checkpoint tensor", min(left), "only those of a model of this config.json")
+            raise UserError(f"{prefix}shape of {HEAD}", tuple(sizes[HEAD]), f"{table}")
+        unmatched.discard(HEAD)
+    if unmatched:
+        raise UserError(f"{prefix}checkpoint tensor", min(unmatched), "only those of a model of this config.json")
     return entries
 
 
 def not_tied(field: str = "") -> UserError:
     """The refusal of a head that is not the embedding table, though the config says that it is."""
-    before = f"{field}: " if field else ""
-    return UserError(f"{before}tie_word_embeddings", True, f"false: {HEAD} is not the embedding table")
+    prefix = f"{field}: " if field else ""
+    return UserError(f"{prefix}tie_word_embeddings", True, f"false: {HEAD} is not the embedding table")
 
 
 def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
@@ -100,7 +100,7 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
     shape that no family has, and for a tensor that is missing, unexpected or of the wrong size.
     """
     names = file_names(state, shape)
-    entries = check_tensors({name: state[given].shape for name, given in names.items()}, shape)
+    entries = check_tensors({name: state[stored_name].shape for name, stored_name in names.items()}, shape)
 
     def part(name: str, bounds: Bounds) -> Array:
         return np.asarray(state[names[name]])[tuple(slice(*ends) for ends in bounds)]  # a jax array, too
@@ -109,13 +109,13 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
         full = tuple((0, size) for size in (shape.vocab, shape.hidden))
         if not np.array_equal(part(HEAD, full), part(next(iter(entries[0].theirs)), full)):
             raise not_tied()
-    made = {}
+    params = {}
     dtype = np.dtype(np.float32)
     for entry in entries:
         if entry.theirs:  # what they lack is as the tensor before it
             dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype
-        made[entry.ours] = entry.read(tuple((0, size) for size in entry.size), part, dtype)
-    return made
+        params[entry.ours] = entry.read(tuple((0, size) for size in entry.size), part, dtype)
+    return params
 
 
 def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
@@ -133,12 +133,12 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
     for entry in entries:
         if entry.ours not in params:
             raise UserError(f"parameter {entry.ours}", None, f"an array of shape {entry.size}")
-        own = params[entry.ours]
+        value = params[entry.ours]
         if entry.ours in (TABLE, "head.kernel"):  # without what a grid has beyond the vocabulary
-            own = own[: entry.size[0], : entry.size[1]]
-        if own.shape != entry.size:
-            raise UserError(f"shape of {entry.ours}", own.shape, f"{entry.size}")
-        state |= zip(entry.theirs, entry.split(np.asarray(own)), strict=True)
+            value = value[: entry.size[0], : entry.size[1]]
+        if value.shape != entry.size:
+            raise UserError(f"shape of {entry.ours}", value.shape, f"{entry.size}")
+        state |= zip(entry.theirs, entry.split(np.asarray(value)), strict=True)
     return state
 
 
@@ -174,17 +174,20 @@ def _block(shape: ModelShape, index: int, layout: Layout) -> Iterator[EntryMap]:
     ) -> Iterator[TensorMap]:
         """Yield the kernel of the columns of their layers, and the bias; Conv1D keeps weights [in, out], as we do."""
         columns = sum(widths.values())
-        kernels = {f"{theirs}.{name}.weight": (rows, own) if gpt2 else (own, rows) for name, own in widths.items()}
+        kernels = {
+            f"{theirs}.{name}.weight": (rows, out_features) if gpt2 else (out_features, rows)
+            for name, out_features in widths.items()
+        }
         yield TensorMap(f"{ours}.{our}.kernel", (rows, columns), kernels, transposed=not gpt2, heads=heads)
         if bias:
-            biases = {f"{theirs}.{name}.bias": (own,) for name, own in widths.items()}
+            biases = {f"{theirs}.{name}.bias": (out_features,) for name, out_features in widths.items()}
             yield TensorMap(f"{ours}.{our}.bias", (columns,), biases, heads=heads)
 
     for our, their in _NORMS["gpt2" if gpt2 else "pre and post" if shape.post_norms else "pre"].items():
         yield from _norm(f"{ours}.{our}", f"{theirs}.{their}", shape)
-    apart = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    separate_widths = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    widths = {"attn.c_attn": shape.qkv_width} if gpt2 else apart
+    widths = {"attn.c_attn": shape.qkv_width} if gpt2 else separate_widths
     yield from linear("attention.qkv", widths, hidden, bias=shape.bias != "none", heads=heads)
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():
         yield _same(f"{ours}.attention.{name}.scale", f"{theirs}.self_attn.{name}.weight", (shape.head_dim,))
@@ -203,5 +206,5 @@ def _experts(ours: str, theirs: str, names: Sequence[str], hidden: int, moe: Exp
     yield ExpertMap(f"{ours}.router.bias", scores[1:], {})
     for our, their in zip(("gate", "up", "down"), names, strict=True):
         size = (moe.ffn, hidden) if our == "down" else (hidden, moe.ffn)
-        each = {f"{theirs}.experts.{number}.{their}.weight": size[::-1] for number in range(moe.experts)}
-        yield ExpertMap(f"{ours}.experts.{our}.kernel", (moe.experts, *size), each)
+        expert_tensors = {f"{theirs}.experts.{number}.{their}.weight": size[::-1] for number in range(moe.experts)}
+        yield ExpertMap(f"{ours}.experts.{our}.kernel", (moe.experts, *size), expert_tensors)

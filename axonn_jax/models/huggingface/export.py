@@ -73,39 +73,39 @@ def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, mos
 
 
 def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
-    span, start, left = source.span(tensor.name), file.tell(), tensor.nbytes
+    span, start, remaining = source.span(tensor.name), file.tell(), tensor.nbytes
     if span is not None and span.dtype == tensor.dtype:
-        for size in _copied(file, span, left):
-            left -= size
+        for size in _copied(file, span, remaining):
+            remaining -= size
             yield size
-        if left == 0:
+        if remaining == 0:
             return
         file.seek(start)
         file.truncate()
-        yield left - tensor.nbytes
-        left = tensor.nbytes
+        yield remaining - tensor.nbytes
+        remaining = tensor.nbytes
     for piece in source.pieces(tensor.name):
         raw = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False)).reshape(-1).view(np.uint8)
         _put(file, raw.data)
-        left -= raw.nbytes
+        remaining -= raw.nbytes
         yield raw.nbytes
-    assert left == 0, tensor.name
+    assert remaining == 0, tensor.name
 
 
-def _copied(file: FileIO, span: FileSpan, left: int) -> Iterator[int]:
+def _copied(file: FileIO, span: FileSpan, remaining: int) -> Iterator[int]:
     """Copy bytes as they are, by the kernel; ends before where the file systems cannot."""
     with span.path.open("rb") as source:
         at = span.start
-        while left:
+        while remaining:
             try:
-                size = os.copy_file_range(source.fileno(), file.fileno(), min(left, _CHUNK), offset_src=at)
+                size = os.copy_file_range(source.fileno(), file.fileno(), min(remaining, _CHUNK), offset_src=at)
             except OSError as error:
                 if error.errno in _CANNOT_COPY:
                     return
                 raise
             if not size:  # the end of a file that somebody is changing
                 return
-            at, left = at + size, left - size
+            at, remaining = at + size, remaining - size
             yield size
 
 

@@ -14,13 +14,13 @@ from axonn_jax.models.huggingface.settings import (
     expert_config,
     expert_fields,
     flag,
+    integer,
     number,
     only,
     rope_config,
     rope_fields,
     score_config,
     score_fields,
-    whole,
     window_config,
     window_of,
 )
@@ -162,13 +162,13 @@ def shape_from_config(config: Config) -> ModelShape:
     only(config, "activation_function" if name == "gpt2" else "hidden_act", *family.activations)
     for key, value in family.fixed.items():
         only(config, key, value)
-    fields: dict[str, Any] = {ours: whole(config, keys[ours]) for ours in ("layers", "hidden", "heads", "seq_len")}
+    fields: dict[str, Any] = {ours: integer(config, keys[ours]) for ours in ("layers", "hidden", "heads", "seq_len")}
     if name == "gpt2":
-        fields |= {"kv_heads": fields["heads"], "ffn": whole(config, "n_inner", 4 * fields["hidden"])}
+        fields |= {"kv_heads": fields["heads"], "ffn": integer(config, "n_inner", 4 * fields["hidden"])}
     else:
         fields |= _llama_fields(config, family, fields["hidden"], fields["heads"], fields["seq_len"])
     return ModelShape(
-        vocab=whole(config, "vocab_size"),
+        vocab=integer(config, "vocab_size"),
         tied=flag(config, "tie_word_embeddings", family.tied),
         norm_eps=number(config, keys["norm_eps"], 1e-5 if name == "gpt2" else 1e-6),
         init_std=number(config, "initializer_range", 0.02),
@@ -179,15 +179,15 @@ def shape_from_config(config: Config) -> ModelShape:
 def _llama_fields(config: Config, family: Family, hidden: int, heads: int, seq_len: int) -> dict[str, Any]:
     missing = heads if family.kv_heads is None or "num_key_value_heads" in config else family.kv_heads
     fields: dict[str, Any] = {
-        "kv_heads": whole(config, "num_key_value_heads", missing),
-        "ffn": whole(config, "intermediate_size"),
+        "kv_heads": integer(config, "num_key_value_heads", missing),
+        "ffn": integer(config, "intermediate_size"),
         **rope_fields(config, seq_len),
         "window": window_of(config, family.window),
     }
     if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
-        fields["head_dim"] = whole(config, "head_dim", family.head_dim)
+        fields["head_dim"] = integer(config, "head_dim", family.head_dim)
     if family.experts:
-        fields |= expert_fields(config, own_width=family is FAMILIES["qwen3_moe"])
+        fields |= expert_fields(config, expert_width=family is FAMILIES["qwen3_moe"])
     if family.biased:
         fields["bias"] = _llama_bias(config)
     if family.capped:
@@ -216,8 +216,8 @@ def family_of(shape: ModelShape) -> str:
             continue
         if name == "gpt2" and shape.kv_heads != shape.heads:
             raise UserError("model.kv_heads", shape.kv_heads, f"heads = {shape.heads} for a GPT-2")
-        own_head_dim = shape.heads * shape.head_dim != shape.hidden
-        if (name == "gpt2" and own_head_dim) or (name in ("llama", "gemma2") and shape.hidden % shape.heads):
+        irregular_head_dim = shape.heads * shape.head_dim != shape.hidden
+        if (name == "gpt2" and irregular_head_dim) or (name in ("llama", "gemma2") and shape.hidden % shape.heads):
             continue
         if shape.window and family.window == "none":
             continue
@@ -262,7 +262,7 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int
     if family.biased:
         config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
     if family.experts:
-        config |= expert_config(shape, own_width=family is FAMILIES["qwen3_moe"])
+        config |= expert_config(shape, expert_width=family is FAMILIES["qwen3_moe"])
     if family.capped:
         config |= score_config(shape)
     return config | window_config(shape, family.window) | rope_config(shape)

@@ -96,10 +96,10 @@ class TensorFiles:
         if not shape:
             yield self.read(name, ())
             return
-        rest = tuple((0, size) for size in shape[1:])
+        inner_bounds = tuple((0, size) for size in shape[1:])
         rows = max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
         for at in range(0, shape[0], rows):
-            yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
+            yield self.read(name, ((at, min(at + rows, shape[0])), *inner_bounds))
 
     def span(self, name: str) -> FileSpan:
         """Place of a tensor's bytes in its file, whose header has been checked; what is copied from there is read once.
@@ -152,8 +152,10 @@ class TensorFiles:
             slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
             stored = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
         except FileNotFoundError:
-            gone = f"the link leads to {os.readlink(path)}, which is missing" if path.is_symlink() else "it is missing"
-            raise self._bad(name, f"a file that is there; {gone}") from None
+            missing = (
+                f"the link leads to {os.readlink(path)}, which is missing" if path.is_symlink() else "it is missing"
+            )
+            raise self._bad(name, f"a file that is there; {missing}") from None
         except OSError as error:
             raise self._bad(name, f"a file that can be read; {error.strerror or error}") from None
         except (SafetensorError, ValueError) as error:
@@ -162,18 +164,18 @@ class TensorFiles:
             if path.is_symlink():
                 why += f" ({os.readlink(path)[:200]}); give the directory that has the file itself, or a copy of it"
             raise self._bad(name, f"a sound safetensors file; {why}") from None
-        stored_here = {}
+        entries = {}
         for tensor, (dtype, shape) in stored.items():
             if dtype not in DTYPES:
                 if tensor.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files, left out anyway
                     continue
                 accepted = f"one of {', '.join(DTYPES)}; quantised weights are not computed"
                 raise UserError(f"{self._field}: dtype of {tensor}", str(dtype), accepted)
-            stored_here[tensor] = StoredTensor(name, DTYPES[dtype], shape)
-        if twice := stored_here.keys() & self.tensors.keys():
+            entries[tensor] = StoredTensor(name, DTYPES[dtype], shape)
+        if twice := entries.keys() & self.tensors.keys():
             raise self._bad(name, f"tensors of its own; {min(twice)[:200]!r} is in {self.tensors[min(twice)].file} too")
         self._open[name] = opened
-        return stored_here
+        return entries
 
     def _compare(self, index: Mapping[str, str]) -> None:
         for tensor, name in index.items():

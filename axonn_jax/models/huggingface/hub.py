@@ -112,15 +112,15 @@ def push(folder: Path, text: str, field: str) -> str:
     with _asking(HubName(text, None), field, text, accepted):
         from huggingface_hub import HfApi
 
-        api, whole = HfApi(), any(folder.glob("model*.safetensors"))
+        api, full_model = HfApi(), any(folder.glob("model*.safetensors"))
         api.create_repo(text, private=True, exist_ok=True)
-        made = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=text,
             folder_path=folder,
             commit_message="Upload by axonn-jax convert",
-            delete_patterns=["model*.safetensors", "model.safetensors.index.json"] if whole else None,
+            delete_patterns=["model*.safetensors", "model.safetensors.index.json"] if full_model else None,
         )
-        return f"{text}@{made.oid}"
+        return f"{text}@{commit.oid}"
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def _why(name: HubName, error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        return f"{away}, and the cache {constants.HF_HUB_CACHE} does not have all of it"
-    said = getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"{constants.ENDPOINT} fails: {said[:200]}"
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+        return f"{cause}, and the cache {constants.HF_HUB_CACHE} does not have all of it"
+    message = getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"{constants.ENDPOINT} fails: {message[:200]}"

@@ -119,15 +119,15 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
     return shape
 
 
-def check_shape(given: ModelShape, directory: Path, field: str) -> None:
+def check_shape(shape: ModelShape, directory: Path, field: str) -> None:
     """Raise ``UserError`` unless a directory holds the model of these sizes; one line lists the fields that differ.
 
     Sequences may be shorter where positions are rotary, not longer.
     """
     stored = shape_from_config(read_config(directory, field))
-    wrong = differences(given, stored)
-    if stored.positions == "rope" and given.seq_len > stored.seq_len:
-        wrong.append(f"model.seq_len = {given.seq_len} ({stored.seq_len} there)")
+    wrong = differences(shape, stored)
+    if stored.positions == "rope" and shape.seq_len > stored.seq_len:
+        wrong.append(f"model.seq_len = {shape.seq_len} ({stored.seq_len} there)")
     if wrong:
         raise UserError(field, str(directory), f"a model as [model] says; {', '.join(wrong)}")
 
@@ -138,17 +138,17 @@ def template_names(directory: Path) -> list[str]:
     return [f"{TEMPLATES}/{name}" for name in sorted(names) if name.endswith(".jinja")]
 
 
-def small_names(directory: Path, wanted: re.Pattern[str] = SMALL) -> list[str]:
+def small_names(directory: Path, pattern: re.Pattern[str] = SMALL) -> list[str]:
     """Return the names of config, tokenizer and templates; raise ``OSError`` for an unreadable directory."""
     names = [*sorted(os.listdir(directory)), *template_names(directory)]
-    return [name for name in names if wanted.fullmatch(name) and not (directory / name).is_dir()]
+    return [name for name in names if pattern.fullmatch(name) and not (directory / name).is_dir()]
 
 
-def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) -> Iterator[tuple[str, bytes]]:
+def small_files(directory: Path, field: str, pattern: re.Pattern[str] = SMALL) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of config, tokenizer and templates. Raises ``UserError`` for one that cannot be read."""
     root = root_of(directory)
     try:
-        names = small_names(directory, wanted)
+        names = small_names(directory, pattern)
     except OSError as error:
         raise UserError(field, str(directory), f"a directory that can be read; {error.strerror}") from None
     if "tokenizer.model" in names and TOKENIZER not in names:

@@ -27,7 +27,7 @@ class Pretrained:
         self.shape = shape_from_config(self.config)
         self.files = TensorFiles(directory, field)
         self._names = file_names(self.files.tensors, self.shape)
-        sizes = {name: self.files.tensors[given].shape for name, given in self._names.items()}
+        sizes = {name: self.files.tensors[stored_name].shape for name, stored_name in self._names.items()}
         self.entries = {entry.ours: entry for entry in check_tensors(sizes, self.shape, field)}
 
     @property
@@ -45,8 +45,8 @@ class Pretrained:
         """The tensor of a full name in pieces; raises ``UserError`` where a tied head is not the table."""
         table = next(iter(self.entries[TABLE].theirs))
         if name == table and self.shape.tied and HEAD in self._names:
-            both = (self.files.pieces(self._names[name]), self.files.pieces(self._names[HEAD]))
-            for piece, head in zip(*both, strict=True):
+            copies = (self.files.pieces(self._names[name]), self.files.pieces(self._names[HEAD]))
+            for piece, head in zip(*copies, strict=True):
                 if not np.array_equal(piece, head):
                     raise not_tied(self._field)
                 yield piece
@@ -62,12 +62,12 @@ class Pretrained:
     def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A part of one of our parameters, for which nothing else is read; zero beyond its size."""
         entry = self.entries[ours]
-        made = entry.read(bounds, self._part, dtype)
+        value = entry.read(bounds, self._part, dtype)
         if ours == TABLE and self.shape.tied and HEAD in self._names:
             twin = TensorMap(TABLE, entry.size, {HEAD: entry.size}).read(bounds, self._part, dtype)
-            if not np.array_equal(made, twin):
+            if not np.array_equal(value, twin):
                 raise not_tied(self._field)
-        return made
+        return value
 
     def _part(self, name: str, bounds: Bounds) -> NDArray[Any]:
         return self.files.read(self._names[name], bounds)

@@ -34,13 +34,13 @@ _HAVE_ORIGINAL = ("llama3", "yarn")
 
 def only(config: Config, key: str, *values: object, of: str = "config") -> None:
     """Raise ``UserError`` unless the field is absent, null or one of the values that are supported."""
-    given = config.get(key)  # null is how many files say "the default", which is a supported value
-    if given is not None and not any(given == value and type(given) is type(value) for value in values):
-        accepted = " or ".join(repr(value) if isinstance(value, str) else str(value).lower() for value in values)
-        raise UserError(f"{of}.{key}", given, f"{accepted or 'absent'}; nothing else is supported")
+    value = config.get(key)  # null is how many files say "the default", which is a supported value
+    if value is not None and not any(value == choice and type(value) is type(choice) for choice in values):
+        accepted = " or ".join(repr(choice) if isinstance(choice, str) else str(choice).lower() for choice in values)
+        raise UserError(f"{of}.{key}", value, f"{accepted or 'absent'}; nothing else is supported")
 
 
-def whole(config: Config, key: str, default: int | None = None, *, least: int = 1, of: str = "config") -> int:
+def integer(config: Config, key: str, default: int | None = None, *, least: int = 1, of: str = "config") -> int:
     """A whole number of at least 1; the default where the field is absent or null. Raises ``UserError``."""
     value = config.get(key)
     value = default if value is None else value
@@ -82,9 +82,9 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
     kind = rope.get(name) or "default"
     kind = "none" if kind == "default" else kind
     if kind not in _SCALINGS:
-        known = ["default", *list(_SCALINGS)[1:]]
-        hint = nearest(kind, known) if isinstance(kind, str) else ""
-        raise UserError(f"{of}.{name}", kind, f"one of {', '.join(known)}{hint}")
+        kinds = ["default", *list(_SCALINGS)[1:]]
+        hint = nearest(kind, kinds) if isinstance(kind, str) else ""
+        raise UserError(f"{of}.{name}", kind, f"one of {', '.join(kinds)}{hint}")
     expected = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALINGS[kind]}
     only(rope, "partial_rotary_factor", 1.0, 1, of=of)
     if kind in _HAVE_ORIGINAL:
@@ -100,8 +100,8 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
     }
     fields |= {f"rope_{name}": number(rope, name, default, of) for name, default in _SCALINGS[kind].items()}
     if kind in _HAVE_ORIGINAL:  # transformers lets a field beside it win
-        at, named = (config, "config") if config.get(_ORIGINAL) is not None else (rope, of)
-        fields["rope_original_seq_len"] = whole(at, _ORIGINAL, seq_len, of=named)
+        source, source_name = (config, "config") if config.get(_ORIGINAL) is not None else (rope, of)
+        fields["rope_original_seq_len"] = integer(source, _ORIGINAL, seq_len, of=source_name)
     return fields
 
 
@@ -109,8 +109,8 @@ def rope_config(shape: ModelShape) -> dict[str, Any]:
     """The older pair of fields, which transformers 4 and 5 both read."""
     kind, scaling = shape.rope_scaling, dict[str, Any]()
     if kind != "none":
-        own = {name: getattr(shape, f"rope_{name}") for name in _SCALINGS[kind]}
-        scaling = {"rope_type": kind} | {name: value for name, value in own.items() if value}
+        parameters = {name: getattr(shape, f"rope_{name}") for name in _SCALINGS[kind]}
+        scaling = {"rope_type": kind} | {name: value for name, value in parameters.items() if value}
         if kind in _HAVE_ORIGINAL:
             scaling[_ORIGINAL] = shape.rope_original_seq_len
     return {"rope_theta": shape.rope_theta, "rope_scaling": scaling or None}
@@ -120,13 +120,13 @@ def window_of(config: Config, windows: Windows) -> int:
     """Return the window of all layers that have one; 0: none."""
     if windows == "none":
         return 0
-    layers, types = min(whole(config, "num_hidden_layers"), MOST_LAYERS), config.get("layer_types")
+    layers, types = min(integer(config, "num_hidden_layers"), MOST_LAYERS), config.get("layer_types")
     if windows == "alternating":
         if types not in (None, [_FULL if layer % 2 else _SLIDING for layer in range(layers)]):
             raise UserError("config.layer_types", types, f"{_SLIDING} and {_FULL} by turns; {_SAME}")
-        return whole(config, "sliding_window", None if "sliding_window" in config else 4096)
+        return integer(config, "sliding_window", None if "sliding_window" in config else 4096)
     uses = windows == "always" or flag(config, "use_sliding_window", False)
-    size = whole(config, "sliding_window", 4096) if uses and config.get("sliding_window", 4096) is not None else 0
+    size = integer(config, "sliding_window", 4096) if uses and config.get("sliding_window", 4096) is not None else 0
     if types is not None:
         if not isinstance(types, list) or not types or any(kind != types[0] for kind in types):
             raise UserError("config.layer_types", types, f"all alike: a window that differs by layer; {_SAME}")
@@ -136,7 +136,7 @@ def window_of(config: Config, windows: Windows) -> int:
     if windows == "switched" and size:
         only(config, "max_window_layers", 0)  # transformers 4.51 obeys it, later ones do not
     if windows == "chosen" and size:
-        first = whole(config, "max_window_layers", 28, least=0)
+        first = integer(config, "max_window_layers", 28, least=0)
         if 0 < first < layers:
             raise UserError("config.max_window_layers", first, f"0, or num_hidden_layers = {layers}; {_SAME}")
         return 0 if first else size
@@ -159,7 +159,7 @@ def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
         ours: 0.0 if key in config and config[key] is None else number(config, key, default)
         for key, (ours, default) in CAPS.items()
     }
-    divisor = whole(config, _DIVISOR, 256)
+    divisor = integer(config, _DIVISOR, 256)
     return fields if divisor == head_dim else fields | {"score_dim": divisor}
 
 
@@ -168,20 +168,20 @@ def score_config(shape: ModelShape) -> dict[str, Any]:
     return {key: getattr(shape, ours) or None for key, (ours, _) in CAPS.items()} | {_DIVISOR: shape.score_dim}
 
 
-def expert_fields(config: Config, *, own_width: bool) -> dict[str, Any]:
+def expert_fields(config: Config, *, expert_width: bool) -> dict[str, Any]:
     """The fields of `ModelShape` about experts: Qwen3-MoE's, whose experts have a width of their own, or Mixtral's.
 
     How strongly loads are evened out (`router_aux_loss_coef`) is a choice of the training run, not of the model.
     Raises ``UserError`` for fields that contradict each other, and for layers with experts in no regular distance.
     """
-    if not own_width:
+    if not expert_width:
         only(config, "router_jitter_noise", 0.0, 0)
-        return {"experts": _count(config, 8), "experts_per_token": whole(config, "num_experts_per_tok", 2)}
+        return {"experts": _count(config, 8), "experts_per_token": integer(config, "num_experts_per_tok", 2)}
     every, first = _layers_with_experts(config)
     return {
         "experts": _count(config, 128),
-        "experts_per_token": whole(config, "num_experts_per_tok", 8),
-        "expert_ffn": whole(config, "moe_intermediate_size", 768),
+        "experts_per_token": integer(config, "num_experts_per_tok", 8),
+        "expert_ffn": integer(config, "moe_intermediate_size", 768),
         "moe_every": every,
         "moe_first": first,
         "router_norm": flag(config, "norm_topk_prob", False),
@@ -190,17 +190,17 @@ def expert_fields(config: Config, *, own_width: bool) -> dict[str, Any]:
 
 def _count(config: Config, default: int) -> int:
     """Transformers 4 and 5 call it by either name; where both are there they say the same."""
-    given = [key for key in EXPERT_COUNTS[:2] if config.get(key) is not None]
-    if len(given) == 2 and config[given[0]] != config[given[1]]:
-        accepted = f"config.{given[1]} = {config[given[1]]!r}, or left out"
-        raise UserError(f"config.{given[0]}", config[given[0]], accepted)
-    return whole(config, given[0], default) if given else default
+    present = [key for key in EXPERT_COUNTS[:2] if config.get(key) is not None]
+    if len(present) == 2 and config[present[0]] != config[present[1]]:
+        accepted = f"config.{present[1]} = {config[present[1]]!r}, or left out"
+        raise UserError(f"config.{present[0]}", config[present[0]], accepted)
+    return integer(config, present[0], default) if present else default
 
 
 def _layers_with_experts(config: Config) -> tuple[int, int]:
     """Return the period of the layers with experts, and the first of them, counted from 0."""
-    layers = min(whole(config, "num_hidden_layers"), MOST_LAYERS)
-    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = min(integer(config, "num_hidden_layers"), MOST_LAYERS)
+    step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step > layers:
         raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")
     if not isinstance(dense, list) or len(dense) > layers or any(type(layer) is not int for layer in dense):
@@ -216,15 +216,15 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
     raise UserError("config.mlp_only_layers", dense, f"{accepted} is supported")
 
 
-def expert_config(shape: ModelShape, *, own_width: bool) -> Mapping[str, Any]:
+def expert_config(shape: ModelShape, *, expert_width: bool) -> Mapping[str, Any]:
     """The fields of config.json about a model's experts; with `own_width` Qwen3-MoE's, else Mixtral's."""
-    chosen = {"num_experts_per_tok": shape.experts_per_token}
-    if not own_width:  # no layer is without experts: the width of those does not matter
+    common = {"num_experts_per_tok": shape.experts_per_token}
+    if not expert_width:  # no layer is without experts: the width of those does not matter
         sizes = {"num_local_experts": shape.experts, "intermediate_size": shape.expert_ffn}
-        return chosen | sizes | {"router_jitter_noise": 0.0}
+        return common | sizes | {"router_jitter_noise": 0.0}
     regular = shape.moe_first == shape.moe_every - 1
     dense = [] if regular else [layer for layer in range(shape.layers) if shape.experts_of(layer) is None]
-    return chosen | {
+    return common | {
         "num_experts": shape.experts,
         "moe_intermediate_size": shape.expert_ffn,
         "norm_topk_prob": shape.router_norm,

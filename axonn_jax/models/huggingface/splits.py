@@ -64,14 +64,16 @@ def files_of(
     card = found(source, "SOURCE", _ACCEPTED, "dataset", _SMALL)
     facts = {"hub": commit_of(card)}
     if include:
-        wanted = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # of these `scan` chooses
-        return DataFiles(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*wanted, *_SMALL]), include, facts)
+        globs = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # of these `scan` chooses
+        return DataFiles(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*globs, *_SMALL]), include, facts)
     facts["split"] = split or "train"
     patterns = [*_patterns(card / _CARD, facts["split"])]
     folder = found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*patterns, *_SMALL])
     if not (files := DataFiles(folder, patterns, facts)).paths:
-        others = "--include names other files, and org/name@refs/convert/parquet the Hub's own tables of most formats"
-        raise UserError("--split", facts["split"], f"a split with tables or JSON Lines; {others}")
+        alternatives = (
+            "--include names other files, and org/name@refs/convert/parquet the Hub's own tables of most formats"
+        )
+        raise UserError("--split", facts["split"], f"a split with tables or JSON Lines; {alternatives}")
     return files
 
 
@@ -82,19 +84,19 @@ def _patterns(card: Path, split: str) -> Iterator[str]:
     config, name = match.groups()
     below = f"{config}/" if config else ""
     if configs := _configs(card):
-        if (chosen := _chosen(configs, config)) is None:
+        if (config_entry := _select_config(configs, config)) is None:
             raise UserError("--split", split, f"CONFIG/{name}, with CONFIG one of {first_of([*configs])}")
-        below = f"{folder}/" if isinstance(folder := chosen.get("data_dir"), str) else ""
-        if splits := _splits(chosen.get("data_files")):
+        below = f"{folder}/" if isinstance(folder := config_entry.get("data_dir"), str) else ""
+        if splits := _splits(config_entry.get("data_files")):
             if name not in splits:
                 raise UserError("--split", split, f"one of {first_of([*splits])}")
-            yield from (_whole(f"{below}{path}".replace("**/", "*")) for path in splits[name])
+            yield from (_with_slash(f"{below}{path}".replace("**/", "*")) for path in splits[name])
             return
     for head, tail, ending in product(("", f"*{_BETWEEN}"), ("", f"{_BETWEEN}*"), _ENDINGS):
-        yield _whole(f"{below}{head}{name}{tail}{ending}")
+        yield _with_slash(f"{below}{head}{name}{tail}{ending}")
 
 
-def _whole(pattern: str) -> str:
+def _with_slash(pattern: str) -> str:
     """Return a pattern with a slash that matches the same paths."""
     return pattern if "/" in pattern or not pattern[:1].isalnum() else f"[{pattern[0]}/]{pattern[1:]}"
 
@@ -111,22 +113,22 @@ def _configs(card: Path) -> dict[str, Mapping[str, Any]]:
     return {str(entry.get("config_name", "default")): entry for entry in entries if isinstance(entry, dict)}
 
 
-def _chosen(configs: Mapping[str, Mapping[str, Any]], config: str | None) -> Mapping[str, Any] | None:
+def _select_config(configs: Mapping[str, Mapping[str, Any]], config: str | None) -> Mapping[str, Any] | None:
     """The config of a name; of no name the one marked as default, of that name, or alone."""
     if config is not None:
         return configs.get(config)
     marked = [entry for entry in configs.values() if entry.get("default") is True]
-    alone = [*configs.values()] if len(configs) == 1 else []
-    return next(iter([*marked, *filter(None, [configs.get("default")]), *alone]), None)
+    only_config = [*configs.values()] if len(configs) == 1 else []
+    return next(iter([*marked, *filter(None, [configs.get("default")]), *only_config]), None)
 
 
 def _splits(files: Any) -> dict[str, list[str]]:
     """Patterns of files by split, as a config has them; without a split all are of train."""
     splits = dict[str, list[str]]()
     for entry in files if isinstance(files, list) else [files]:
-        given = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
-        paths = given.get("path")
+        spec = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
+        paths = spec.get("path")
         texts = [path for path in (paths if isinstance(paths, list) else [paths]) if isinstance(path, str)]
         if texts:
-            splits.setdefault(str(given.get("split")), []).extend(texts)
+            splits.setdefault(str(spec.get("split")), []).extend(texts)
     return splits

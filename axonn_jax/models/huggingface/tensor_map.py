@@ -48,12 +48,12 @@ class TensorMap:
         if len(runs) == 1 and exact:
             ((name, first, last),) = runs
             return np.ascontiguousarray(self._part(name, (*rows, (first, last)), part).astype(dtype, copy=False))
-        made, at = (np.empty if exact else np.zeros)(shape, dtype), 0
+        out, at = (np.empty if exact else np.zeros)(shape, dtype), 0
         inside = tuple(slice(b - a) for a, b in rows)
         for name, first, last in runs:
-            made[(*inside, slice(at, at + last - first))] = self._part(name, (*rows, (first, last)), part)
+            out[(*inside, slice(at, at + last - first))] = self._part(name, (*rows, (first, last)), part)
             at += last - first
-        return made
+        return out
 
     def _part(self, name: str, bounds: Bounds, part: ReadPart) -> Array:
         return part(name, bounds[::-1]).T if self.transposed else part(name, bounds)
@@ -86,21 +86,21 @@ class TensorMap:
 
     def chunks(self, number: int, part: Callable[[Bounds], Array], itemsize: int) -> Iterator[Array]:
         """One of theirs in pieces along its first dim, made of parts of ours."""
-        rest: Bounds = tuple((0, size) for size in self.size)
+        full: Bounds = tuple((0, size) for size in self.size)
         nbytes = math.prod(self.size) * itemsize
         if self.heads is None or (len(self.theirs) == 1 and len(self.size) == 2):
             along = len(self.size) - 1 if self.transposed else 0
             for ends in _ranges(self.size[along], nbytes):
-                piece = part((*rest[:along], ends, *rest[along + 1 :]))
+                piece = part((*full[:along], ends, *full[along + 1 :]))
                 if self.heads is not None:
                     piece = np.concatenate([kind.reshape(len(piece), -1) for kind in self._kinds(piece)], -1)
                 yield np.ascontiguousarray(piece.T if self.transposed else piece)
             return
         group = self.size[-1] // self.heads[0]  # columns of a KV head's queries, key and value
         for first, last in _ranges(self.heads[0], nbytes):
-            kinds = self._kinds(part((*rest[:-1], (first * group, last * group))))
-            chosen = kinds if len(self.theirs) == 1 else [kinds[number]]
-            piece = np.concatenate([kind.reshape(*kind.shape[:-3], -1) for kind in chosen], -1)
+            kinds = self._kinds(part((*full[:-1], (first * group, last * group))))
+            selected = kinds if len(self.theirs) == 1 else [kinds[number]]
+            piece = np.concatenate([kind.reshape(*kind.shape[:-3], -1) for kind in selected], -1)
             yield np.ascontiguousarray(piece.T if self.transposed else piece)
 
     def _kinds(self, array: Array) -> list[Array]:
@@ -129,12 +129,12 @@ class ExpertMap:
 
     def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
         """A part of our parameter in `dtype`, for which only tensors of experts within the bounds are read."""
-        made = np.zeros(tuple(stop - start for start, stop in bounds), dtype)
+        out = np.zeros(tuple(stop - start for start, stop in bounds), dtype)
         if self.theirs:
             names, inner = list(self.theirs)[slice(*bounds[0])], bounds[:0:-1]
             for at, name in enumerate(names):
-                made[at] = part(name, inner).T
-        return made
+                out[at] = part(name, inner).T
+        return out
 
     def split(self, array: Array) -> list[Array]:
         """Theirs, of the whole of ours; raises ``UserError`` for one that they lack and that is not 0."""
