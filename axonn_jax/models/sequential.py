@@ -24,7 +24,7 @@ class SequenceModel(nnx.Module):
 
     The first layer takes token ids [batch, seq]; the last layer's output goes to `loss` with the targets. Arrays
     between layers have the batch as their first dim. Layers run on local shards, so plain Flax layers work on grids of
-    `pipe`, `data` and `z` with replicated parameters; layers of `axonn_jax.tensor` are sharded over `x` and `y` as well.
+    `pipe`, `data` and `z` with replicated parameters; those of `axonn_jax.tensor` are sharded over `x` and `y` as well.
 
     A layer with random streams (`nnx.Rngs`) runs row by row, and draws by the seed, the step and the row's position in
     the batch. Evaluation uses Flax's `eval` mode. Layers may hold other state as long as no call changes it.

@@ -78,8 +78,8 @@ class Stacked(nnx.Module):
 
 @jax.custom_vjp
 def _in_turn(params: Any, carry: Any) -> Any:
-    # Identity that makes the gradient of a layer's input wait for those of its parameters. XLA would defer the latter to
-    # the end of the loop's body, and keep the activations they need for all of the body's layers.
+    # Identity that makes the gradient of a layer's input wait for those of its parameters. XLA would defer the latter
+    # to the end of the loop's body, and keep the activations they need for all of the body's layers.
     return params, carry
 
 

@@ -13,12 +13,12 @@ from axonn_jax.options import Activations, ResidualComm
 
 
 def choose_residual_comm(
-    wanted: ResidualComm, shape: ModelShape, grid: GridShape, activations: Activations, *, sequence_split: bool = False
+    setting: ResidualComm, shape: ModelShape, grid: GridShape, activations: Activations, *, sequence_split: bool = False
 ) -> BlockComm:
     """Return the blocks' communication for a setting; "auto" selects for each half what sends less over `x`.
 
     Args:
-        wanted: Setting to apply.
+        setting: Setting to apply.
         shape: Sizes of the model.
         grid: Grid of the model.
         activations: Activation policy, which decides what the backward pass communicates again.
@@ -27,11 +27,11 @@ def choose_residual_comm(
     Raises:
         UserError: The setting is "gather", and the model does not divide over the grid or the sequence is split.
     """
-    if wanted == "gather":
-        gather_both = BlockComm(attention=True, mlp=True, sequence_split=sequence_split)
-        gather_both.check(shape, grid)
-        return gather_both
-    if grid.x == 1 or wanted == "all_reduce" or sequence_split:
+    if setting == "gather":
+        both_halves = BlockComm(attention=True, mlp=True, sequence_split=sequence_split)
+        both_halves.check(shape, grid)
+        return both_halves
+    if grid.x == 1 or setting == "all_reduce" or sequence_split:
         return BlockComm(sequence_split=sequence_split)
     policy = StepPolicy(activations=activations)
 

@@ -1,7 +1,4 @@
-"""Entries: every parameter of a model with the Hugging Face tensors of the same numbers, and whole models both ways.
-
-Both ways only move entries, so they hold for values and gradients alike and undo each other bit for bit.
-"""
+"""Correspondence of a model's parameters to Hugging Face tensors, and conversion of full models in both directions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,16 +11,18 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.families import Layout, layout_of
 from axonn_jax.models.huggingface.tensor_map import Array, Bounds, EntryMap, ExpertMap, TensorMap
 
+# Both directions only move entries, so they apply to values and gradients alike and are exact inverses.
+
 HEAD = "lm_head.weight"
 TABLE = "embedding.table"
-# Published GPT-2 files name the bare model's tensors, without the prefix that a language model's have.
+# Published GPT-2 files hold the bare model, whose tensor names lack the prefix of the language model.
 _PREFIX: Mapping[Layout, str] = {"gpt2": "transformer."}
-# Of a layer with experts: its name, and those of an expert's matmuls. Neither transformers 4 nor 5 saves them fused.
+# Module of a layer's experts, and an expert's projections. Neither transformers 4 nor 5 saves them fused.
 _EXPERTS: Mapping[Layout, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-# Of a block: our norms and projections, and theirs, of projections GPT-2's and the others'.
+# A block's norms and projections, ours to theirs; for projections, GPT-2's name and that of all other families.
 _NORMS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"attention_norm": "ln_1", "mlp_norm": "ln_2"},
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -36,19 +35,19 @@ _PROJECTIONS = {
     "attention.out": ("attn.c_proj", "self_attn.o_proj"), "mlp.gate": ("", "mlp.gate_proj"),
     "mlp.up": ("mlp.c_fc", "mlp.up_proj"), "mlp.down": ("mlp.c_proj", "mlp.down_proj"),
 }  # fmt: skip
-# Constants that older files carry along: causal masks, rotary frequencies.
+# Buffers that older files contain: causal masks and rotary frequencies, which are constants.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def entries_of(shape: ModelShape) -> list[EntryMap]:
-    """Every parameter of the model, in the order a token meets them; ``UserError`` for a shape of no family."""
+    """Return the map of every parameter in forward order; raises ``UserError`` for a shape of no known family."""
     return list(_entries(shape, layout_of(shape)))
 
 
 def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
-    """Why a run of a model with experts could not become a Hugging Face model, or an empty text.
+    """Return why a model with experts cannot be exported to Hugging Face, or an empty string.
 
-    With `biases_move` routers' biases do not stay 0.
+    `biases_move` is True if training changes the routers' biases from 0.
     """
     try:
         lacking = [entry.ours for entry in entries_of(shape) if not entry.theirs]
@@ -58,16 +57,17 @@ def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
 
 
 def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
-    """Map the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
+    """Map the names that `entries_of` uses to those in a file, which may lack the prefix; omits known buffers."""
     prefix = _PREFIX.get(layout_of(shape), "model.")
     by_full_name = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}
     return {name: stored_name for name, stored_name in by_full_name.items() if not name.endswith(_BUFFERS)}
 
 
 def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[EntryMap]:
-    """The entries of a shape, whose tensors are all among those given (by their full names), in their sizes.
+    """Return the entries of a shape after checking that their tensors are exactly those in `sizes`.
 
-    Raises ``UserError`` for a tensor that is missing, unexpected or of the wrong size; `field` stands before its name.
+    Raises:
+        UserError: A tensor is missing, unexpected or of the wrong size; `field` prefixes the message.
     """
     entries, unmatched, prefix = [], set(sizes), f"{field}: " if field else ""
     for entry in _entries(shape, layout_of(shape)):
@@ -78,7 +78,8 @@ def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field
                 raise UserError(f"{prefix}shape of {name}", tuple(sizes[name]), f"{size}")
             unmatched.discard(name)
         entries.append(entry)
-    if shape.tied and HEAD in unmatched:  # torch lists the tied weight under both of its names
+    # A torch state dict lists a tied weight under both of its names.
+    if shape.tied and HEAD in unmatched:
         if tuple(sizes[HEAD]) != (table := (shape.vocab, shape.hidden)):
             raise UserError(f"{prefix}shape of {HEAD}", tuple(sizes[HEAD]), f"{table}")
         unmatched.discard(HEAD)
@@ -88,22 +89,29 @@ def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field
 
 
 def not_tied(field: str = "") -> UserError:
-    """The refusal of a head that is not the embedding table, though the config says that it is."""
+    """Return the error for a head that differs from the embedding table although the config ties them."""
     prefix = f"{field}: " if field else ""
     return UserError(f"{prefix}tie_word_embeddings", True, f"false: {HEAD} is not the embedding table")
 
 
 def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
-    """Return a Hugging Face state dict's tensors (or their gradients) as this package's parameters.
+    """Convert a Hugging Face state dict (or its gradients) to this package's parameters.
 
-    Each tensor is read once, and one whose layout is the same is passed on, not copied. Raises ``UserError`` for a
-    shape that no family has, and for a tensor that is missing, unexpected or of the wrong size.
+    Each tensor is read once, and is not copied if its layout is the same.
+
+    Args:
+        state: Tensors by name.
+        shape: Sizes of the model.
+
+    Raises:
+        UserError: The shape belongs to no family, or a tensor is missing, unexpected or of the wrong size.
     """
     names = file_names(state, shape)
     entries = check_tensors({name: state[stored_name].shape for name, stored_name in names.items()}, shape)
 
     def part(name: str, bounds: Bounds) -> Array:
-        return np.asarray(state[names[name]])[tuple(slice(*ends) for ends in bounds)]  # a jax array, too
+        # `asarray`: the state may hold jax arrays too.
+        return np.asarray(state[names[name]])[tuple(slice(*ends) for ends in bounds)]
 
     if shape.tied and HEAD in names:
         full = tuple((0, size) for size in (shape.vocab, shape.hidden))
@@ -112,18 +120,24 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
     params = {}
     dtype = np.dtype(np.float32)
     for entry in entries:
-        if entry.theirs:  # what they lack is as the tensor before it
+        if entry.theirs:  # a parameter that they lack takes the dtype of the previous tensor
             dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype
         params[entry.ours] = entry.read(tuple((0, size) for size in entry.size), part, dtype)
     return params
 
 
 def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
-    """Return this package's parameters (or their gradients) as a Hugging Face state dict; undoes `from_huggingface`.
+    """Convert this package's parameters (or gradients) to a Hugging Face state dict; inverse of `from_huggingface`.
 
-    A tied projection is listed once, under the embedding's name, as in safetensors files. Raises ``UserError`` for
-    a shape that no family has, and for a parameter that is missing, unexpected, of the wrong size, or lacking there
-    and not 0.
+    A tied projection is listed once, under the embedding's name, as in safetensors files.
+
+    Args:
+        params: Parameters by name; a padded vocabulary is cut to its size.
+        shape: Sizes of the model.
+
+    Raises:
+        UserError: The shape belongs to no family; a parameter is missing, unexpected or of the wrong size; or it is
+            nonzero and Hugging Face's model lacks it.
     """
     entries = entries_of(shape)
     extra = params.keys() - {entry.ours for entry in entries}
@@ -134,7 +148,7 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
         if entry.ours not in params:
             raise UserError(f"parameter {entry.ours}", None, f"an array of shape {entry.size}")
         value = params[entry.ours]
-        if entry.ours in (TABLE, "head.kernel"):  # without what a grid has beyond the vocabulary
+        if entry.ours in (TABLE, "head.kernel"):  # remove the padding of a vocabulary that the grid did not divide
             value = value[: entry.size[0], : entry.size[1]]
         if value.shape != entry.size:
             raise UserError(f"shape of {entry.ours}", value.shape, f"{entry.size}")
@@ -172,7 +186,7 @@ def _block(shape: ModelShape, index: int, layout: Layout) -> Iterator[EntryMap]:
     def linear(
         our: str, widths: Mapping[str, int], rows: int, *, bias: bool, heads: tuple[int, int, int] | None = None
     ) -> Iterator[TensorMap]:
-        """Yield the kernel of the columns of their layers, and the bias; Conv1D keeps weights [in, out], as we do."""
+        # Their layers hold our columns side by side. GPT-2's Conv1D stores weights [in, out], as we do.
         columns = sum(widths.values())
         kernels = {
             f"{theirs}.{name}.weight": (rows, out_features) if gpt2 else (out_features, rows)

@@ -1,4 +1,4 @@
-"""Export of tensors as safetensors: one at a time and piece by piece, into files of a size, with their index."""
+"""Writer of safetensors: one tensor at a time and piece by piece, into files of limited size with an index."""
 
 import errno
 import json
@@ -16,28 +16,29 @@ from numpy.typing import NDArray
 from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE, FileSpan
 
 Report = Callable[[int, int], None]
-"""Called with the bytes that are written and the bytes in all."""
+"""Callback with the bytes written so far and the total bytes."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-"""Names of dtypes in config.json, by the name in a file."""
+"""Names of dtypes in config.json, by their names in safetensors files."""
 _ALIGNED = 8
 _CHUNK = 64 << 20
+# Errors by which file systems or old kernels decline `copy_file_range`.
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 class Tensors(Protocol):
-    """Tensors by name, from wherever they are."""
+    """Source of tensors by name."""
 
     def span(self, name: str) -> FileSpan | None:
-        """Place of a tensor in a source file, if it is written unchanged; else None."""
+        """Return a tensor's location in a source file if it is written unchanged, else None."""
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """A tensor in pieces along its first dim."""
+        """Yield a tensor in pieces along its first dim."""
 
 
 class Planned(NamedTuple):
-    """A tensor to be written."""
+    """Tensor to be written."""
 
     name: str
     dtype: np.dtype[Any]
@@ -50,9 +51,14 @@ class Planned(NamedTuple):
 
 
 def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, most: int, report: Report) -> None:
-    """Write `model.safetensors`, or several files of at most `most` bytes (or one tensor) each and their index.
+    """Write `model.safetensors`, or several files with an index.
 
-    Every tensor is asked for once, in their order where all have one dtype. Pieces are cast to the dtype planned.
+    Args:
+        folder: Folder of the files.
+        tensors: Tensors to write. Each is requested once, in this order if all have the same dtype.
+        source: Source of the tensors; pieces are cast to the planned dtype.
+        most: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
+        report: Progress callback.
     """
     files = _shards(tensors, most)
     total, done = sum(tensor.nbytes for tensor in tensors), 0
@@ -80,6 +86,7 @@ def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
             yield size
         if remaining == 0:
             return
+        # The kernel could not copy all of it: discard the part, take back the progress, and write from memory.
         file.seek(start)
         file.truncate()
         yield remaining - tensor.nbytes
@@ -93,7 +100,7 @@ def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
 
 
 def _copied(file: FileIO, span: FileSpan, remaining: int) -> Iterator[int]:
-    """Copy bytes as they are, by the kernel; ends before where the file systems cannot."""
+    # Copies in the kernel, without a pass through user space; ends early if the file systems do not support it.
     with span.path.open("rb") as source:
         at = span.start
         while remaining:
@@ -103,7 +110,7 @@ def _copied(file: FileIO, span: FileSpan, remaining: int) -> Iterator[int]:
                 if error.errno in _CANNOT_COPY:
                     return
                 raise
-            if not size:  # the end of a file that somebody is changing
+            if not size:  # end of file: another process is truncating the source
                 return
             at, remaining = at + size, remaining - size
             yield size
@@ -116,7 +123,7 @@ def _put(file: FileIO, raw: bytes | memoryview) -> None:
 
 
 def _shards(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
-    """The tensors of each file; in one, larger elements come first, so that all are aligned."""
+    # Within a file larger elements come first, so that every tensor is aligned without gaps, which the format forbids.
     shards: list[list[Planned]] = [[]]
     room = most
     for tensor in tensors:
@@ -144,7 +151,7 @@ def _header(tensors: Sequence[Planned]) -> bytes:
 
 
 def dtype_name(tensors: Sequence[Planned]) -> str:
-    """Name in config.json of the dtype that most bytes are in."""
+    """Return the config.json name of the dtype that holds the most bytes."""
     bytes_of: dict[str, int] = {}
     for tensor in tensors:
         name = TORCH_NAMES[_NAMES[tensor.dtype]]

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: their config.json as `ModelShape`, and a `ModelShape` as config.json."""
+"""Families of Hugging Face models: conversion between config.json and `ModelShape`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ from axonn_jax.models.huggingface.settings import (
 )
 
 Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
-"""Names and layouts of tensors."""
+"""Naming scheme and layout of tensors, shared by several families."""
 
 _GPT2 = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "qk_norm": False}
 _LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "qk_norm": False}
-# Fields of `ModelShape` under their names in config.json.
+# Fields of `ModelShape` to their names in config.json.
 _GPT2_KEYS = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "seq_len": "n_positions",
     "vocab": "vocab_size", "norm_eps": "layer_norm_epsilon",
@@ -44,30 +44,30 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Family:
-    """Architecture of transformers: fixed traits, and meanings of fields missing in its config."""
+    """Architecture in transformers: its fixed traits, and its defaults for fields missing in a config."""
 
     architecture: str
     traits: Mapping[str, object]
-    """Fields of `ModelShape` that all models of the family have; those about rotary positions aside."""
+    """Fields of `ModelShape` common to all models of the family, except those of rotary positions."""
     tied: bool = False
-    """Value of a missing `tie_word_embeddings`."""
+    """Default of `tie_word_embeddings`."""
     kv_heads: int | None = None
-    """Value of a missing `num_key_value_heads`; None: as many as heads."""
+    """Default of `num_key_value_heads`; None: the number of heads."""
     head_dim: int | None = None
-    """Value of a missing `head_dim`; None: `hidden_size / num_attention_heads`."""
+    """Default of `head_dim`; None: `hidden_size / num_attention_heads`."""
     activations: tuple[str, ...] = ("silu",)
     window: Windows = "none"
-    """Presence of a sliding window."""
+    """How config.json describes a sliding window."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Fields of config.json with the one value that is computed."""
+    """Fields of config.json and the only value of each that is supported."""
     experts: bool = False
     """True if blocks have experts."""
     biased: bool = False
-    """True if `attention_bias` and `mlp_bias` say whether its linear layers have biases."""
+    """True if `attention_bias` and `mlp_bias` decide whether linear layers have biases."""
     capped: bool = False
-    """True if scores and logits have caps, and scores a divisor of their own."""
+    """True if scores and logits have soft caps, and scores a configurable divisor."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values of other missing fields."""
+    """Defaults of other fields."""
 
 
 _NO_BIAS = {"attention_bias": False}
@@ -103,7 +103,7 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
         kv_heads=16,
         head_dim=256,
-        activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu and mean the tanh form
+        activations=("gelu_pytorch_tanh", "gelu"),  # the first releases say gelu but mean the tanh form
         fixed=_GEMMA_FIXED,
     ),
     "gemma2": Family(
@@ -139,11 +139,12 @@ _NEVER = ("quantization_config", "per_layer_config")
 
 
 def shape_from_config(config: Config) -> ModelShape:
-    """Return the sizes that a Hugging Face ``config.json`` of one of the `FAMILIES` describes.
+    """Return the model sizes that a Hugging Face ``config.json`` of one of the `FAMILIES` describes.
 
-    Dropout stays 0: it is a choice of the training run, not of the model. Raises ``UserError``, naming field and
-    value, for whatever this package's transformer does not compute.
+    Raises:
+        UserError: The config asks for something that this package's transformer does not compute; names the field.
     """
+    # Dropout stays 0 whatever the config says: it is a choice of the training run, not of the model.
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
@@ -204,12 +205,13 @@ def _llama_bias(config: Config) -> str:
 
 
 def family_of(shape: ModelShape) -> str:
-    """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
+    """Return the model type to export a model of these sizes as; raises ``UserError`` if no family fits."""
     for name, family in FAMILIES.items():
         plain = _PLAIN if family.capped else _PLAIN | {"score_dim": shape.head_dim} | _UNCAPPED
         traits: dict[str, object] = {**plain, **family.traits}
         if family.biased and shape.bias == "all":
             traits["bias"] = "all"
+        # The first family that fits wins: without a window, a Mistral is exported as a Llama.
         if bool(shape.experts) != family.experts:
             continue
         if not all(getattr(shape, trait) == value for trait, value in traits.items()):
@@ -223,24 +225,30 @@ def family_of(shape: ModelShape) -> str:
             continue
         return name
     routed = [*_ROUTED, "moe_every", "router_norm"] if shape.experts else []
-    named = [*_LLAMA, *_PLAIN, *_UNCAPPED, *(["window"] if shape.window else []), *routed]
-    given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
-    like = {name: family.traits for name, family in FAMILIES.items() if family.experts == bool(shape.experts)}
-    accepted = "; ".join(f"{name}: {' '.join(map(str, traits.values()))}" for name, traits in like.items())
-    raise UserError("model", given, f"what a family of transformers has ({accepted})")
+    keys = [*_LLAMA, *_PLAIN, *_UNCAPPED, *(["window"] if shape.window else []), *routed]
+    traits_of_shape = " ".join(f"{key}={getattr(shape, key)}" for key in keys)
+    candidates = {name: family.traits for name, family in FAMILIES.items() if family.experts == bool(shape.experts)}
+    accepted = "; ".join(f"{name}: {' '.join(map(str, traits.values()))}" for name, traits in candidates.items())
+    raise UserError("model", traits_of_shape, f"what a family of transformers has ({accepted})")
 
 
 def layout_of(shape: ModelShape) -> Layout:
-    """Return the names and layouts of a model's tensors; raise ``UserError`` for a shape that no family has."""
+    """Return the tensor layout of a model's family; raises ``UserError`` for a shape of no known family."""
     layouts: Mapping[str, Layout] = {"gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe"}
     return layouts.get(family_of(shape), "llama")
 
 
 def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int | None = None) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 read, for a model that did not come from one.
+    """Return the content of a config.json that transformers 4 and 5 read.
 
-    `dtype` is that of its tensors; `end` is the token behind a text, `begin` the one before, by default the same.
-    Raises ``UserError`` for a shape of no family.
+    Args:
+        shape: Sizes of the model.
+        dtype: Dtype of the tensors, by its name in config.json.
+        end: Token id that ends a text.
+        begin: Token id that begins a text; by default `end`.
+
+    Raises:
+        UserError: The shape belongs to no known family.
     """
     name = family_of(shape)
     config: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors of a stranger's directory, checked, of which any part is read and its bytes counted."""
+"""Reader of safetensors files from untrusted directories: validated headers, and reads of any slice."""
 
 import math
 import os
@@ -23,18 +23,19 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""Dtypes of stored weights, by the name in a file."""
+"""Dtypes of stored weights, by their names in safetensors files."""
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
-_PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
-_POINTER_BYTES = 64  # of a file's beginning, which say whether Git LFS left it
-_EXPONENTS = {DTYPES["BF16"]: 0x7F80, DTYPES["F16"]: 0x7C00}  # bits that are all set in infinite numbers and NaN
+# Small enough that the allocator reuses the memory: faulting in new pages for each piece takes longer than the copy.
+_PIECE = 1 << 20
+_POINTER_BYTES = 64  # enough of a file's start to recognize a Git LFS pointer
+_EXPONENTS = {DTYPES["BF16"]: 0x7F80, DTYPES["F16"]: 0x7C00}  # exponent bits, all set in infinities and NaN
 _FLOAT32 = 4  # bytes
-_LENGTH = 8  # bytes in front of a header that say how long it is
+_LENGTH = 8  # bytes of the header's length, at the start of a file
 
 
 class StoredTensor(NamedTuple):
-    """Entry of a tensor in a file's header."""
+    """Header entry of a stored tensor."""
 
     file: str
     dtype: np.dtype[Any]
@@ -42,7 +43,7 @@ class StoredTensor(NamedTuple):
 
 
 class FileSpan(NamedTuple):
-    """Place of a tensor's bytes."""
+    """Location of a tensor's bytes in a file."""
 
     path: Path
     start: int
@@ -50,20 +51,25 @@ class FileSpan(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of a directory's `model.safetensors`, or of the files that its index names; or of another `single`.
+    """Tensors of a directory's safetensors; the constructor reads only headers.
 
-    Only headers are read at first. `field` names the directory in errors. Raises ``UserError`` where a file is missing,
-    damaged, no regular file of this directory, or contradicts the index.
+    Args:
+        directory: Directory with `single`, or with an index and the files that it names.
+        field: Name of the directory in errors.
+        single: Name of the file that holds all tensors.
+
+    Raises:
+        UserError: A file is missing, damaged, not a regular file of this directory, or contradicts the index.
     """
 
     def __init__(self, directory: Path, field: str, single: str = SINGLE):
         self.directory, self._field, self._single = directory, field, single
         self.bytes_read = 0
-        """Bytes of tensors that `read` has given."""
+        """Bytes of tensors that `read` has returned."""
         self._open: dict[str, Any] = {}
         self._starts: dict[str, dict[str, int]] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        """All tensors, by the names in the files."""
+        """All tensors, by their names in the files."""
         index = self._index()
         for name in sorted(set(index.values())) if index is not None else [single]:
             self.tensors |= self._header(name)
@@ -72,26 +78,28 @@ class TensorFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def read(self, name: str, bounds: tuple[tuple[int, int], ...]) -> NDArray[Any]:
-        """The part of a tensor between two entries of each dim; nothing else of its file is read.
+        """Return the slice of a tensor within `bounds`; reads nothing else of its file.
 
-        Raises ``UserError`` where it has infinite numbers or NaN, as every reader of weights comes by here.
+        Raises:
+            UserError: The slice contains infinities or NaN.
         """
         if not bounds:
             part = self._open[self.tensors[name].file].get_tensor(name)
         else:
             part = self._open[self.tensors[name].file].get_slice(name)[tuple(slice(*ends) for ends in bounds)]
         self.bytes_read += part.nbytes
+        # Every reader of weights comes through here, so this is the place to reject damaged values.
         if not _finite(part):
             accepted = f"finite numbers, which {self.tensors[name].file} has not"
             raise UserError(f"{self._field}: tensor {name}", "infinite or NaN", accepted)
         return part  # type: ignore[no-any-return]
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """A tensor in pieces along its first dim, so that one of any size takes little memory."""
+        """Yield a tensor in pieces along its first dim, so that memory does not grow with its size."""
         shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
         if not shape:
             yield self.read(name, ())
@@ -102,11 +110,9 @@ class TensorFiles:
             yield self.read(name, ((at, min(at + rows, shape[0])), *inner_bounds))
 
     def span(self, name: str) -> FileSpan:
-        """Place of a tensor's bytes in its file, whose header has been checked; what is copied from there is read once.
-
-        Raises ``UserError`` as `read` does.
-        """
+        """Return the location of a tensor's bytes after checking its values; raises ``UserError`` as `read` does."""
         stored = self.tensors[name]
+        # The bytes are going to be copied without being looked at: read them once to check the values.
         for _ in self.pieces(name):
             pass
         path = self.directory / stored.file
@@ -122,7 +128,6 @@ class TensorFiles:
         return UserError(self._field, str(self.directory / name), accepted)
 
     def _index(self) -> dict[str, str] | None:
-        """The file of each tensor, where there are several."""
         if self._single != SINGLE or os.path.lexists(self.directory / SINGLE):
             return None
         try:
@@ -167,7 +172,7 @@ class TensorFiles:
         entries = {}
         for tensor, (dtype, shape) in stored.items():
             if dtype not in DTYPES:
-                if tensor.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files, left out anyway
+                if tensor.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in old files, not used
                     continue
                 accepted = f"one of {', '.join(DTYPES)}; quantised weights are not computed"
                 raise UserError(f"{self._field}: dtype of {tensor}", str(dtype), accepted)
@@ -187,14 +192,14 @@ class TensorFiles:
 
 
 def _finite(part: NDArray[Any]) -> bool:
-    """True if all numbers are finite, also as float32; a piece at a time, whose copies stay in the cores' caches."""
+    # Also False for float64 values that overflow float32. Checked in pieces whose copies stay in the cores' caches.
     flat = part.reshape(-1)
     rows = _PIECE // flat.itemsize
     return all(_all_finite(flat[at : at + rows]) for at in range(0, flat.size, rows))
 
 
 def _all_finite(piece: NDArray[Any]) -> bool:
-    if bits := _EXPONENTS.get(piece.dtype):  # for which `isfinite` takes six times as long
+    if bits := _EXPONENTS.get(piece.dtype):  # `isfinite` takes six times as long for these dtypes
         return not np.any(piece.view(np.uint16) & bits == bits)
     with np.errstate(over="ignore"):
         return bool(np.isfinite(piece.astype(np.float32) if piece.itemsize > _FLOAT32 else piece).all())

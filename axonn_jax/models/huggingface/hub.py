@@ -1,9 +1,4 @@
-"""Hub: Hugging Face's models and data sets by name, downloaded into its cache, and models uploaded.
-
-Every process of a run asks for itself. The cache locks each file, so of the processes that share a cache one downloads
-and the others wait for it, with no exchange between them: a run's settings are checked before its processes have met.
-All are then held to one commit, as settings that differ end a run.
-"""
+"""Hugging Face Hub: download of models and data sets by name into the cache, and upload of models."""
 
 import contextlib
 import os
@@ -16,6 +11,10 @@ from typing import Any, Literal, NamedTuple
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import redraws
 
+# Every process of a run downloads by itself, because settings are checked before the processes are connected. The cache
+# locks each file, so one of the processes that share it downloads and the others wait. All end up with the same commit:
+# a run whose processes' settings differ is stopped.
+
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"(?!.*(?:--|\.\.))([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?", re.ASCII)
 _FOLDER = re.compile(r"(?:model|dataset)s--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
@@ -24,8 +23,9 @@ SMALL_FILES = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
     "additional_chat_templates/*.jinja",
 )
-"""Patterns of config, tokenizer and templates in a repository."""
-_MODEL = (*SMALL_FILES, "model*.safetensors", "model.safetensors.index.json")  # no pickles, no weights of other formats
+"""Patterns of config, tokenizer and template files in a repository."""
+# No pickles, which may run code, and no weights in formats that are not read.
+_MODEL = (*SMALL_FILES, "model*.safetensors", "model.safetensors.index.json")
 _NOUNS = {"model": "a model", "dataset": "a data set"}
 
 
@@ -33,15 +33,15 @@ class HubName(NamedTuple):
     """Name of a repository on the Hub."""
 
     repo: str
-    """Owner and name, with a slash."""
+    """Owner and name, separated by a slash."""
     revision: str | None
-    """Branch, tag or commit; None for the default branch."""
+    """Branch, tag or commit; None: the default branch."""
 
 
 def hub_name(text: str | Path) -> HubName | None:
-    """Return the parts of a text of the form org/name or org/name@revision; None for others, and for paths.
+    """Parse org/name or org/name@revision; None for any other text, and for paths.
 
-    Paths are those that exist, and without a revision also those in a folder that exists, as runs/typo.
+    A text is a path if it exists, or has no revision and its parent folder exists, such as the mistyped runs/typo.
     """
     match = _NAME.fullmatch(str(text))
     if match is None or os.path.lexists(text) or (not match[2] and os.path.isdir(os.path.dirname(text))):
@@ -50,17 +50,17 @@ def hub_name(text: str | Path) -> HubName | None:
 
 
 def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wanted: Sequence[str] = _MODEL) -> Path:
-    """Return a path as it is, or the directory in the cache of a name on the Hub, whose files are downloaded if needed.
+    """Return a path unchanged, or the cache directory of a name on the Hub after downloading its files.
 
     Args:
         text: A path, or org/name or org/name@revision.
-        field: The name of the text in errors.
-        accepted: The paths that would be accepted, for errors.
-        kind: The kind of the repository.
-        wanted: Patterns of the files to download, compared with paths in the repository.
+        field: Name of the text in errors.
+        accepted: Paths that would be accepted, for errors.
+        kind: Kind of the repository.
+        wanted: Patterns of the files to download, matched against paths in the repository.
 
     Raises:
-        UserError: the Hub does not give the files, and they are not all in the cache.
+        UserError: The download fails, and not all files are in the cache.
     """
     if (name := hub_name(text)) is None:
         return Path(text)
@@ -72,7 +72,7 @@ def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wan
             def __init__(self, *args: Any, **options: Any):
                 super().__init__(*args, **{**options, "disable": True})
 
-        shown = kind == "model" and redraws(sys.stderr)  # of data `prepare` shows a line of its own
+        shown = kind == "model" and redraws(sys.stderr)  # `prepare` shows the progress of data itself
         folder = snapshot_download(
             name.repo,
             repo_type=kind,
@@ -84,13 +84,13 @@ def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wan
 
 
 def commit_of(folder: Path) -> str:
-    """Return org/name@commit of a directory in the cache, an empty text for any other directory."""
+    """Return org/name@commit of a directory in the cache; an empty string for any other directory."""
     match = _FOLDER.fullmatch("/".join(folder.resolve().parts[-3:]))
     return f"{match[1]}/{match[2]}@{match[3]}" if match else ""
 
 
 def check_push(text: str, field: str) -> None:
-    """Raise ``UserError`` for a text that is no name of a repository, and where the Hub does not know who asks."""
+    """Raise ``UserError`` unless the text names a repository and the user is logged in to the Hub."""
     match = _NAME.fullmatch(text)
     if match is None or match[2]:
         raise UserError(field, text, "the name of a model on the Hub, as org/name")
@@ -101,12 +101,10 @@ def check_push(text: str, field: str) -> None:
 
 
 def push(folder: Path, text: str, field: str) -> str:
-    """Upload a directory to a model on the Hub, a new and private one if there is none; return org/name@commit.
-
-    Of a whole model those weights are removed that an earlier upload left and this one does not have.
+    """Upload a directory to a model on the Hub, created as a private one if needed; return org/name@commit.
 
     Raises:
-        UserError: the Hub does not take the files.
+        UserError: The upload fails.
     """
     accepted = f"a model on the Hub that you may write; {str(folder)!r} is complete, for `hf upload`"
     with _asking(HubName(text, None), field, text, accepted):
@@ -114,6 +112,7 @@ def push(folder: Path, text: str, field: str) -> str:
 
         api, full_model = HfApi(), any(folder.glob("model*.safetensors"))
         api.create_repo(text, private=True, exist_ok=True)
+        # Delete weights of an earlier upload that this one does not replace. An upload of adapters deletes nothing.
         commit = api.upload_folder(
             repo_id=text,
             folder_path=folder,
@@ -125,17 +124,15 @@ def push(folder: Path, text: str, field: str) -> str:
 
 @contextlib.contextmanager
 def _asking(name: HubName, field: str, text: str, accepted: str) -> Iterator[None]:
-    """Make a ``UserError`` of whatever the library raises where it is missing, offline or refused."""
     try:
         yield
     except ImportError:
         raise UserError(field, text, f"{accepted}; for names on the Hub pip install 'axonn_jax[hub]'") from None
-    except Exception as error:  # the library's, its HTTP client's and the disk's share no other base
+    except Exception as error:  # errors of the library, its HTTP client and the disk have no other common base
         raise UserError(field, text, f"{accepted}; {_why(name, error)}") from None
 
 
 def _why(name: HubName, error: Exception) -> str:
-    """Return one line on why the Hub does not do as asked."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):

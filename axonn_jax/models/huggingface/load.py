@@ -1,4 +1,4 @@
-"""Loading of pretrained directories into a grid: parameters born sharded, of which a process reads its shards alone."""
+"""Loading of pretrained directories onto a grid; each process reads only its own shards."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +19,16 @@ from axonn_jax.tensor.params import split_module
 
 
 def load_into(pretrained: Pretrained, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Parameters of these names in the shapes, types and layouts asked for; no collectives.
+    """Return parameters in the shapes, types and layouts of `abstract`; no collectives.
 
-    Each shard is read once and copied to its devices; shapes may be those of a padded vocabulary.
+    Shapes may include the padding of a vocabulary.
     """
-    return {name: _born(pretrained, name, want) for name, want in abstract.items()}
+    return {name: _load(pretrained, name, want) for name, want in abstract.items()}
 
 
-def _born(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.Array:
+def _load(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.Array:
     sharding: Any = want.sharding
+    # Group devices by bounds, so that a replicated shard is read once and copied to all of its devices.
     places_of: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(want.shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, want.shape, strict=True))
@@ -36,18 +37,23 @@ def _born(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.
     for bounds, devices in places_of.items():
         value = pretrained.read(name, bounds, np.dtype(want.dtype))
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        # copies: an array that is memory of numpy's cannot be donated to a step
+        # No aliasing: an array that shares numpy's memory cannot be donated to a training step.
         shards += [jax.device_put(value, place, may_alias=False) for place in places]
     return jax.make_array_from_single_device_arrays(want.shape, sharding, shards)
 
 
 @typed_arguments
 def from_pretrained(directory: str | Path, grid: Grid) -> Transformer:
-    """Return the model in a pretrained directory, in float32 and laid out over a grid; no collectives.
+    """Load the model in a pretrained directory in float32, sharded over a grid; no collectives.
 
-    The directory is Hugging Face's (config.json and safetensors) or a converted one. Every process of the grid calls it
-    and reads the parts of the files that its devices hold, nothing else; no parameter is ever whole in one of them.
-    Raises ``UserError`` for a pipeline, an unreadable file and an unsupported model.
+    Every process of the grid calls this, and reads only the slices of the files that its devices hold.
+
+    Args:
+        directory: Directory with config.json and safetensors, Hugging Face's or a converted one.
+        grid: Grid without a pipeline.
+
+    Raises:
+        UserError: The grid has a pipeline, a file cannot be read, or the model is not supported.
     """
     if grid.shape.pipe > 1:
         accepted = "1; in a pipeline, Trainer.load(directory, weights_only=True) or checkpoint.weights of a config"

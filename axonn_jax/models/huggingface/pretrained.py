@@ -1,4 +1,4 @@
-"""Pretrained directory: config.json, safetensors and the small files beside them, Hugging Face's own or a converted."""
+"""Pretrained directory, Hugging Face's or a converted one: config.json, tokenizer and other small files."""
 
 import json
 import os
@@ -17,25 +17,26 @@ from axonn_jax.readers import ADAPTER, CONFIG, WEIGHTS, reader_of
 
 TOKENIZER = "tokenizer.json"
 FOLDER = "pretrained"
-"""Folder of a run with the small files of the model that it began from."""
+"""Folder of a run that holds the small files of its initial model."""
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATES = "additional_chat_templates"
-"""Folder of a tokenizer's chat templates that have names."""
+"""Folder of a tokenizer's named chat templates."""
 OF_TOKENIZER = re.compile(
     r"(special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w-]*\.[\w.-]+|chat_template\.(json|jinja)|merges\.txt"
     rf"|{TEMPLATES}(/[^/]+\.jinja)?"
 )
-"""Names of the files that make a tokenizer, and of their folder."""
+"""Pattern of the names of a tokenizer's files and template folder."""
 SMALL = re.compile(rf"(config|generation_config)\.json|{OF_TOKENIZER.pattern}")
-"""Names of the files that are carried byte for byte."""
+"""Pattern of the names of files that are copied byte for byte."""
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Settings that each name a special token of any tokenizer, in transformers' order."""
+"""Tokenizer settings that each name a special token, in transformers' order."""
 UNSPLIT = "PreTrainedTokenizerFast"
-"""Class of a tokenizer that splits texts as its tokenizer.json says."""
+"""Tokenizer class that splits texts as specified in tokenizer.json."""
+# Model types for which transformers ignores the configured class and uses this one.
 _UNSPLIT = {"internlm2", "minicpm3", "ministral", "mistral", "mistral3", "mixtral", "phi3", "phimoe", "pixtral"}
-"""Types of models whose tokenizers transformers gives this class."""
 ADDED, _SPECIAL = "added_tokens.json", "special_tokens_map.json"
 SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
+# Limits in bytes on files from untrusted directories.
 _MOST_CONFIG = 16 << 20
 _MOST_SMALL = 256 << 20
 _MOST_MANIFEST = 64 << 20
@@ -43,15 +44,14 @@ _MERGE = "a whole model: merge the adapter into its base first, by `axonn-jax co
 
 
 def is_pretrained(directory: Path) -> bool:
-    """Return True if a directory is a model in Hugging Face's layout, sound or not, and no training run."""
+    """Return True if a directory has Hugging Face's layout, valid or not, and is not a training run."""
     return reader_of(directory) is not None
 
 
 def root_of(directory: Path) -> Path:
-    """The directory that links may lead into: itself; in the Hub's cache, where all are links, the one with the files.
-
-    That is the model's, or the whole cache where models share files (huggingface_hub from 2.4 with Xet).
-    """
+    """Return the directory that symbolic links in `directory` may point into: itself, or the Hub's cache around it."""
+    # All files of a snapshot in the cache are links to `blobs`, in the model's folder or, with huggingface_hub 2.4 and
+    # later, in a folder shared by all models.
     resolved = directory.resolve()
     model = resolved.parent.parent
     if resolved.parent.name != "snapshots" or not (model / "blobs").is_dir():
@@ -60,7 +60,7 @@ def root_of(directory: Path) -> Path:
 
 
 def no_model(directory: Path, field: str, missing: str) -> UserError:
-    """Return the error for a directory without a file, which names the files in its place."""
+    """Return the error for a directory without the file `missing`; it names what the directory has instead."""
     for pickle in WEIGHTS[2:]:
         if os.path.lexists(directory / pickle) and missing != CONFIG:
             accepted = (
@@ -77,12 +77,12 @@ def no_model(directory: Path, field: str, missing: str) -> UserError:
 
 
 def read_config(directory: Path, field: str) -> dict[str, Any]:
-    """The content of config.json; raises ``UserError``, which calls the directory `field`."""
+    """Return the content of config.json; raises ``UserError``, in which `field` names the directory."""
     return read_object(directory / CONFIG, field, _MOST_CONFIG, lambda: no_model(directory, field, CONFIG))
 
 
 def read_object(path: Path, field: str, most: int, missing: Callable[[], UserError] | None = None) -> dict[str, Any]:
-    """The object in a JSON file of at most `most` bytes; raises ``UserError``, or `missing` where there is no file."""
+    """Return the object in a JSON file of at most `most` bytes; raises ``UserError``, or `missing()` without a file."""
     try:
         content = read_json(path, most, inside=root_of(path.parent))
     except OSError as error:
@@ -98,9 +98,14 @@ def read_object(path: Path, field: str, most: int, missing: Callable[[], UserErr
 
 @typed_arguments
 def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
-    """The sizes of the model in a directory: a pretrained one's, a run's, or those of a checkpoint (a step_N).
+    """Return the sizes of the model in a directory.
 
-    Raises ``UserError``, which calls the directory `field`, where it is none of them, or its sizes cannot be read.
+    Args:
+        directory: A pretrained directory, a training run, or a checkpoint (step_N).
+        field: Name of the directory in errors.
+
+    Raises:
+        UserError: The directory is none of these, or its sizes cannot be read.
     """
     path = Path(directory)
     if is_pretrained(path):
@@ -111,7 +116,8 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
             shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode("utf-8-sig")})
         elif (path / "manifest.json").is_file():
             manifest = read_json(path / "manifest.json", _MOST_MANIFEST, inside=path)
-            shape = shape_in(manifest["content"]["run"]) if "content" in manifest else None  # that of prepared data
+            # A manifest without content belongs to prepared data.
+            shape = shape_in(manifest["content"]["run"]) if "content" in manifest else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"a directory with the sizes of a model; {error}"
     if shape is None:
@@ -120,12 +126,10 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
 
 
 def check_shape(shape: ModelShape, directory: Path, field: str) -> None:
-    """Raise ``UserError`` unless a directory holds the model of these sizes; one line lists the fields that differ.
-
-    Sequences may be shorter where positions are rotary, not longer.
-    """
+    """Raise ``UserError``, which lists the differing fields, unless a directory holds a model of these sizes."""
     stored = shape_from_config(read_config(directory, field))
     wrong = differences(shape, stored)
+    # Rotary positions allow shorter sequences than the stored model's, but not longer ones.
     if stored.positions == "rope" and shape.seq_len > stored.seq_len:
         wrong.append(f"model.seq_len = {shape.seq_len} ({stored.seq_len} there)")
     if wrong:
@@ -133,19 +137,19 @@ def check_shape(shape: ModelShape, directory: Path, field: str) -> None:
 
 
 def template_names(directory: Path) -> list[str]:
-    """Return the names of a directory's chat templates in a folder; raise ``OSError`` for an unreadable folder."""
+    """Return the paths of a directory's named chat templates; raises ``OSError`` if their folder is unreadable."""
     names = os.listdir(directory / TEMPLATES) if (directory / TEMPLATES).is_dir() else []
     return [f"{TEMPLATES}/{name}" for name in sorted(names) if name.endswith(".jinja")]
 
 
 def small_names(directory: Path, pattern: re.Pattern[str] = SMALL) -> list[str]:
-    """Return the names of config, tokenizer and templates; raise ``OSError`` for an unreadable directory."""
+    """Return the names of the small files that match; raises ``OSError`` if the directory is unreadable."""
     names = [*sorted(os.listdir(directory)), *template_names(directory)]
     return [name for name in names if pattern.fullmatch(name) and not (directory / name).is_dir()]
 
 
 def small_files(directory: Path, field: str, pattern: re.Pattern[str] = SMALL) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of config, tokenizer and templates. Raises ``UserError`` for one that cannot be read."""
+    """Yield names and bytes of the small files that match; raises ``UserError`` if one cannot be read."""
     root = root_of(directory)
     try:
         names = small_names(directory, pattern)
@@ -166,9 +170,10 @@ def small_files(directory: Path, field: str, pattern: re.Pattern[str] = SMALL) -
 
 
 def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]:
-    """Write a directory's small files into a folder and return them.
+    """Copy a directory's small files to a folder, and return their bytes by name.
 
-    Raises ``UserError`` for one that cannot be read or written.
+    Raises:
+        UserError: A file cannot be read or written.
     """
     files = dict(small_files(source, field))
     try:
@@ -180,18 +185,21 @@ def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]
 
 
 def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder that is made if needed; raise ``OSError``, which names the file, for one that fails."""
+    """Write files to a folder, which is created if needed; raises ``OSError`` naming the file that failed."""
     for name, raw in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_whole(folder / name, raw)
 
 
 def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterator[int]:
-    """Yield ids of the tokens that end a text, as a directory's files name them; the one behind a document first.
+    """Yield ids of the tokens that end a text, that of the end of a document first.
 
-    Chat models name further ones in generation_config.json, and the end of a turn there alone. Of an empty vocabulary
-    nothing is known: any id is taken.
+    Args:
+        directory: Directory of the model or tokenizer.
+        vocab: Ids by token, to resolve and check names and ids; if empty, any id is accepted.
+        field: Name of the directory in errors.
     """
+    # generation_config.json comes last: chat models add ids there, such as that of the end of a turn.
     root, numbers = root_of(directory), set(vocab.values())
     for name in (SETTINGS, CONFIG, GENERATION):
         try:
@@ -213,10 +221,10 @@ def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterato
 
 
 def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
-    """The settings of a tokenizer as transformers reads them; raises ``UserError`` for a file that cannot be read.
+    """Return the settings of a tokenizer as transformers reads them; raises ``UserError`` for an unreadable file.
 
-    The tokens of special_tokens_map.json and added_tokens.json count where tokenizer_config.json has no
-    `added_tokens_decoder`; that key then has those of the latter. config.json may say which class splits texts.
+    Without `added_tokens_decoder` in tokenizer_config.json, it is built from special_tokens_map.json and
+    added_tokens.json. The model type in config.json may override the tokenizer's class.
     """
     paths = (directory / name for name in (SETTINGS, _SPECIAL, ADDED, CONFIG))
     settings, special, added, config = (
@@ -233,7 +241,7 @@ def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
             settings["extra_special_tokens"] = [*(extra if isinstance(extra, list) else []), *more]
         extra = settings.get("extra_special_tokens")
         names = [settings.get(key) for key in NAMED_TOKENS] + (extra if isinstance(extra, list) else [])
-        # Objects of a type's name are read later in transformers, and match no text here.
+        # Entries with a `__type` are only converted to tokens later in transformers, and match no text at this point.
         texts = [
             entry.get("content") if isinstance(entry, dict) and "__type" not in entry else entry for entry in names
         ]
@@ -246,7 +254,7 @@ def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
 
 
 def with_dtype(raw: bytes, dtype: str) -> bytes:
-    """A config.json that names another dtype, in the spelling that it has; the same bytes where it names this one."""
+    """Return a config.json with its dtype replaced, under the key that it uses; unchanged if it has this dtype."""
     config = json.loads(raw)
     key = "dtype" if "dtype" in config else "torch_dtype"
     if config.get(key) == dtype:

@@ -1,4 +1,4 @@
-"""Reader of a pretrained directory: config and every tensor checked at once, then parts of parameters as needed."""
+"""Reader of a pretrained directory: validates config and headers, then reads slices of parameters on demand."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +15,14 @@ from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
 
 class Pretrained:
-    """Weights of a pretrained directory, checked to have every tensor in its size.
+    """Weights of a pretrained directory; the constructor checks the config and every tensor's size.
 
-    Config and headers are read at once, tensors part by part. `field` names the directory in errors. Raises
-    ``UserError`` for an unsupported config, and for files that are damaged or do not fit it.
+    Args:
+        directory: Directory with config.json and safetensors.
+        field: Name of the directory in errors.
+
+    Raises:
+        UserError: The config is not supported, or files are damaged or do not fit it.
     """
 
     def __init__(self, directory: Path, field: str):
@@ -32,20 +36,21 @@ class Pretrained:
 
     @property
     def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-        """Full name, dtype and shape of each tensor in the order in which a token meets them; a tied one once."""
+        """Full name, dtype and shape of each tensor in forward order; a tied tensor is listed once."""
         names = [name for entry in self.entries.values() for name in entry.theirs]
         return [(name, *self.files.tensors[self._names[name]][1:]) for name in names]
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Sizes of this package's parameters."""
+        """Shapes of this package's parameters, by name."""
         return {ours: entry.size for ours, entry in self.entries.items()}
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """The tensor of a full name in pieces; raises ``UserError`` where a tied head is not the table."""
+        """Yield the tensor of a full name in pieces; raises ``UserError`` if a tied head differs from the table."""
         table = next(iter(self.entries[TABLE].theirs))
         if name == table and self.shape.tied and HEAD in self._names:
             copies = (self.files.pieces(self._names[name]), self.files.pieces(self._names[HEAD]))
+            # Both are stored: compare them piece by piece, so that neither has to fit into memory.
             for piece, head in zip(*copies, strict=True):
                 if not np.array_equal(piece, head):
                     raise not_tied(self._field)
@@ -54,13 +59,13 @@ class Pretrained:
         yield from self.files.pieces(self._names[name])
 
     def span(self, name: str) -> FileSpan | None:
-        """Place of a tensor in its file; None for a table that `pieces` compares with a head."""
+        """Return a tensor's location in its file; None for a table that `pieces` has to compare with a head."""
         if name in self.entries[TABLE].theirs and self.shape.tied and HEAD in self._names:
             return None
         return self.files.span(self._names[name])
 
     def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A part of one of our parameters, for which nothing else is read; zero beyond its size."""
+        """Return the slice of our parameter `ours` within `bounds`, in `dtype`; zero beyond its size."""
         entry = self.entries[ours]
         value = entry.read(bounds, self._part, dtype)
         if ours == TABLE and self.shape.tied and HEAD in self._names:

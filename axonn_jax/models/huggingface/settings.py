@@ -1,4 +1,4 @@
-"""Settings of a config.json: values of the right kind; rotary positions, windows, scores and experts, both ways."""
+"""Typed fields of a config.json, and conversion of rotary, window, score and expert settings in both directions."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,20 +8,20 @@ from axonn_jax.models.config import MOST_LAYERS, ModelShape
 
 Config = Mapping[str, Any]
 Windows = Literal["none", "always", "chosen", "switched", "alternating"]
-"""Presence of a sliding window: never, as `sliding_window` says, only with `use_sliding_window`, which
-`max_window_layers` may then restrict (chosen) or not (switched), or in every other layer, from the first on."""
+"""How a family describes a sliding window: never; always by `sliding_window`; only with `use_sliding_window`, which
+`max_window_layers` may restrict (chosen) or not (switched); or in alternating layers, starting with the first."""
 CAPS: Mapping[str, tuple[str, float]] = {
     "attn_logit_softcapping": ("attention_cap", 50.0),
     "final_logit_softcapping": ("logits_cap", 30.0),
 }
-"""Field of `ModelShape` for each cap, and the value of one that is absent from a Gemma 2."""
+"""Field of `ModelShape` for each cap, and Gemma 2's default if it is absent."""
 _DIVISOR = "query_pre_attn_scalar"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SAME = "nothing else is supported"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields that say how many experts there are, in whichever family."""
+"""Fields that hold the number of experts in any family."""
 
-# Of each kind of scaling: the fields in `rope_scaling`, which are ours without `rope_`, and defaults (None: required).
+# Fields of each kind of `rope_scaling`, which are ours without the prefix `rope_`, with defaults (None: required).
 _SCALINGS: Mapping[str, Mapping[str, float | None]] = {
     "none": {},
     "linear": {"factor": None},
@@ -33,15 +33,15 @@ _HAVE_ORIGINAL = ("llama3", "yarn")
 
 
 def only(config: Config, key: str, *values: object, of: str = "config") -> None:
-    """Raise ``UserError`` unless the field is absent, null or one of the values that are supported."""
-    value = config.get(key)  # null is how many files say "the default", which is a supported value
+    """Raise ``UserError`` unless the field is absent, null or one of the supported values."""
+    value = config.get(key)  # many files write null for the default, which is supported
     if value is not None and not any(value == choice and type(value) is type(choice) for choice in values):
         accepted = " or ".join(repr(choice) if isinstance(choice, str) else str(choice).lower() for choice in values)
         raise UserError(f"{of}.{key}", value, f"{accepted or 'absent'}; nothing else is supported")
 
 
 def integer(config: Config, key: str, default: int | None = None, *, least: int = 1, of: str = "config") -> int:
-    """A whole number of at least 1; the default where the field is absent or null. Raises ``UserError``."""
+    """Return an integer of at least `least`, or the default if absent or null; raises ``UserError`` otherwise."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -50,7 +50,7 @@ def integer(config: Config, key: str, default: int | None = None, *, least: int 
 
 
 def number(config: Config, key: str, default: float | None, of: str = "config") -> float:
-    """A number above 0; the default where the field is absent or null. Raises ``UserError``."""
+    """Return a number above 0, or the default if the field is absent or null; raises ``UserError`` otherwise."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 or value == default):
@@ -62,7 +62,7 @@ def number(config: Config, key: str, default: float | None, of: str = "config") 
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
-    """True or false. Raises ``UserError``."""
+    """Return a boolean, or the default if the field is absent; raises ``UserError`` otherwise."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise UserError(f"config.{key}", value, "true or false")
@@ -70,9 +70,10 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
-    """The fields of `ModelShape` about rotary positions, from transformers 5's `rope_parameters` or the older pair."""
+    """Return the rotary fields of `ModelShape`, from transformers 5's `rope_parameters` or the older pair of fields."""
     only(config, "partial_rotary_factor", 1.0, 1)
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # of two, transformers takes the older
+    # transformers prefers the older field if a config has both.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope, of = config.get(key) or {}, f"config.{key}"
     if not isinstance(rope, Mapping):
         raise UserError(of, rope, "an object")
@@ -99,14 +100,14 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
         "rope_scaling": kind,
     }
     fields |= {f"rope_{name}": number(rope, name, default, of) for name, default in _SCALINGS[kind].items()}
-    if kind in _HAVE_ORIGINAL:  # transformers lets a field beside it win
+    if kind in _HAVE_ORIGINAL:  # in transformers a top-level field overrides the nested one
         source, source_name = (config, "config") if config.get(_ORIGINAL) is not None else (rope, of)
         fields["rope_original_seq_len"] = integer(source, _ORIGINAL, seq_len, of=source_name)
     return fields
 
 
 def rope_config(shape: ModelShape) -> dict[str, Any]:
-    """The older pair of fields, which transformers 4 and 5 both read."""
+    """Return the older pair of fields, `rope_theta` and `rope_scaling`, which transformers 4 and 5 both read."""
     kind, scaling = shape.rope_scaling, dict[str, Any]()
     if kind != "none":
         parameters = {name: getattr(shape, f"rope_{name}") for name in _SCALINGS[kind]}
@@ -117,7 +118,7 @@ def rope_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def window_of(config: Config, windows: Windows) -> int:
-    """Return the window of all layers that have one; 0: none."""
+    """Return the window of the layers that have one, in tokens; 0: no window."""
     if windows == "none":
         return 0
     layers, types = min(integer(config, "num_hidden_layers"), MOST_LAYERS), config.get("layer_types")
@@ -134,7 +135,7 @@ def window_of(config: Config, windows: Windows) -> int:
             raise UserError("config.layer_types", types[0], f"{_FULL} or {_SLIDING}; {_SAME}")
         return size if types[0] == _SLIDING or windows == "always" else 0
     if windows == "switched" and size:
-        only(config, "max_window_layers", 0)  # transformers 4.51 obeys it, later ones do not
+        only(config, "max_window_layers", 0)  # transformers 4.51 honors it, later versions ignore it
     if windows == "chosen" and size:
         first = integer(config, "max_window_layers", 28, least=0)
         if 0 < first < layers:
@@ -144,7 +145,7 @@ def window_of(config: Config, windows: Windows) -> int:
 
 
 def window_config(shape: ModelShape, windows: Windows) -> dict[str, Any]:
-    """Return the fields of config.json about windows."""
+    """Return the window fields of config.json."""
     window = shape.window
     config: dict[str, Any] = {} if windows == "none" else {"sliding_window": window or None}
     if windows in ("switched", "chosen"):
@@ -154,7 +155,7 @@ def window_config(shape: ModelShape, windows: Windows) -> dict[str, Any]:
 
 
 def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
-    """Return the fields of `ModelShape` about scores: caps, of which null is none, and the divisor."""
+    """Return the score fields of `ModelShape`: the soft caps (null: none) and the divisor."""
     fields: dict[str, Any] = {
         ours: 0.0 if key in config and config[key] is None else number(config, key, default)
         for key, (ours, default) in CAPS.items()
@@ -164,16 +165,21 @@ def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
 
 
 def score_config(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of config.json about scores."""
+    """Return the score fields of config.json."""
     return {key: getattr(shape, ours) or None for key, (ours, _) in CAPS.items()} | {_DIVISOR: shape.score_dim}
 
 
 def expert_fields(config: Config, *, expert_width: bool) -> dict[str, Any]:
-    """The fields of `ModelShape` about experts: Qwen3-MoE's, whose experts have a width of their own, or Mixtral's.
+    """Return the expert fields of `ModelShape`.
 
-    How strongly loads are evened out (`router_aux_loss_coef`) is a choice of the training run, not of the model.
-    Raises ``UserError`` for fields that contradict each other, and for layers with experts in no regular distance.
+    Args:
+        config: Content of config.json.
+        expert_width: True for Qwen3-MoE, whose experts have a configurable width; False for Mixtral.
+
+    Raises:
+        UserError: Fields contradict each other, or layers with experts are not evenly spaced.
     """
+    # `router_aux_loss_coef` is not read: the balance loss is a choice of the training run, not of the model.
     if not expert_width:
         only(config, "router_jitter_noise", 0.0, 0)
         return {"experts": _count(config, 8), "experts_per_token": integer(config, "num_experts_per_tok", 2)}
@@ -189,7 +195,7 @@ def expert_fields(config: Config, *, expert_width: bool) -> dict[str, Any]:
 
 
 def _count(config: Config, default: int) -> int:
-    """Transformers 4 and 5 call it by either name; where both are there they say the same."""
+    # transformers 4 and 5 use different names for it; a config with both must agree.
     present = [key for key in EXPERT_COUNTS[:2] if config.get(key) is not None]
     if len(present) == 2 and config[present[0]] != config[present[1]]:
         accepted = f"config.{present[1]} = {config[present[1]]!r}, or left out"
@@ -198,7 +204,6 @@ def _count(config: Config, default: int) -> int:
 
 
 def _layers_with_experts(config: Config) -> tuple[int, int]:
-    """Return the period of the layers with experts, and the first of them, counted from 0."""
     layers = min(integer(config, "num_hidden_layers"), MOST_LAYERS)
     step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step > layers:
@@ -217,9 +222,9 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
 
 
 def expert_config(shape: ModelShape, *, expert_width: bool) -> Mapping[str, Any]:
-    """The fields of config.json about a model's experts; with `own_width` Qwen3-MoE's, else Mixtral's."""
+    """Return the expert fields of config.json, Qwen3-MoE's if `expert_width`, else Mixtral's."""
     common = {"num_experts_per_tok": shape.experts_per_token}
-    if not expert_width:  # no layer is without experts: the width of those does not matter
+    if not expert_width:  # Mixtral has experts in every layer, so `intermediate_size` is their width
         sizes = {"num_local_experts": shape.experts, "intermediate_size": shape.expert_ffn}
         return common | sizes | {"router_jitter_noise": 0.0}
     regular = shape.moe_first == shape.moe_every - 1

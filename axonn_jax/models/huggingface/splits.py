@@ -1,7 +1,4 @@
-"""Files of a data set on the Hub: those of a split, downloaded into the cache, from which the readers stream them.
-
-Splits are those that the data set's card lists, else those that names of files tell. Nothing of the data set runs.
-"""
+"""Data sets on the Hub: selection and download of a split's files."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,27 +10,29 @@ from typing import Any, NamedTuple
 from axonn_jax.errors import UserError, first_of, refused
 from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
 
+# Splits are those listed in the data set's card, or else inferred from file names. No code of a data set is run.
+
 _ACCEPTED = "an existing folder or file, or a pattern that matches files"
 _CARD = "README.md"
-_SMALL = (_CARD, ".gitattributes")  # the latter is in every repository, also where nothing else matches
+_SMALL = (_CARD, ".gitattributes")  # every repository has the latter, even if nothing else matches
 _SPLIT = re.compile(r"(?:([\w.-]+)/)?(\w[\w.-]*)")
-_BETWEEN = "[-._0-9 /]"  # words of a file's path
+_BETWEEN = "[-._0-9 /]"  # separators between the words of a path
 _ENDINGS = [f".{kind}{packed}" for kind, packed in product(("parquet", "jsonl", "ndjson"), ("", ".gz", ".zst"))]
 
 
 class DataFiles(NamedTuple):
-    """Files of documents."""
+    """Files that hold documents."""
 
     source: Path
-    """The folder of the files; or on this machine also one file, or a glob."""
+    """Folder of the files; for local data also a single file or a glob."""
     include: Sequence[str]
-    """Patterns of the files to read in it."""
+    """Patterns of the files to read."""
     facts: Mapping[str, str]
-    """The data set on the Hub with its commit, and the split; empty on this machine."""
+    """Data set on the Hub with its commit, and the split; empty for local data."""
 
     @property
     def paths(self) -> list[Path]:
-        """Paths of the files of a data set on the Hub, in order; the source on this machine."""
+        """Sorted paths of a Hub data set's files; the source itself for local data."""
         if not self.facts:
             return [self.source]
         paths = {path.relative_to(self.source).as_posix(): path for path in self.source.rglob("*") if path.is_file()}
@@ -43,16 +42,16 @@ class DataFiles(NamedTuple):
 def files_of(
     source: Path, split: str | None, include: Sequence[str], report: Callable[[str, int, int], None]
 ) -> DataFiles:
-    """Return the files of a source; those of a data set on the Hub are downloaded if needed.
+    """Return the files of a source, after downloading those of a data set on the Hub.
 
     Args:
         source: A path, or org/name or org/name@revision.
         split: SPLIT or CONFIG/SPLIT of a data set on the Hub; None: train.
-        include: Patterns of files, in the place of a split's.
-        report: Called with "downloading" before that, and with two zeros.
+        include: Patterns of files to read instead of a split.
+        report: Progress callback, called with "downloading" and two zeros before a download.
 
     Raises:
-        UserError: the Hub does not give the files, or the data set has none of this split.
+        UserError: The download fails, or the data set has no such split.
     """
     name = hub_name(source)
     if split is not None and (name is None or include):
@@ -61,10 +60,11 @@ def files_of(
     if name is None:
         return DataFiles(source, include, {})
     report("downloading", 0, 0)
+    # The card first: it lists the splits, and pins the commit that the data files are then downloaded from.
     card = found(source, "SOURCE", _ACCEPTED, "dataset", _SMALL)
     facts = {"hub": commit_of(card)}
     if include:
-        globs = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # of these `scan` chooses
+        globs = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # `scan` filters further
         return DataFiles(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*globs, *_SMALL]), include, facts)
     facts["split"] = split or "train"
     patterns = [*_patterns(card / _CARD, facts["split"])]
@@ -78,7 +78,7 @@ def files_of(
 
 
 def _patterns(card: Path, split: str) -> Iterator[str]:
-    """Yield patterns of a split's files, each with a slash, so that paths are compared with it."""
+    # Every pattern contains a slash, so that it is matched against paths rather than file names.
     if (match := _SPLIT.fullmatch(split)) is None:
         raise UserError("--split", split, "the name of a split, such as train, or CONFIG/train")
     config, name = match.groups()
@@ -97,12 +97,11 @@ def _patterns(card: Path, split: str) -> Iterator[str]:
 
 
 def _with_slash(pattern: str) -> str:
-    """Return a pattern with a slash that matches the same paths."""
+    # A slash in a character class makes no difference to the paths that match.
     return pattern if "/" in pattern or not pattern[:1].isalnum() else f"[{pattern[0]}/]{pattern[1:]}"
 
 
 def _configs(card: Path) -> dict[str, Mapping[str, Any]]:
-    """The configs that a data set's card lists, by name."""
     if not card.is_file():
         return {}
     from huggingface_hub import metadata_load
@@ -114,7 +113,7 @@ def _configs(card: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _select_config(configs: Mapping[str, Mapping[str, Any]], config: str | None) -> Mapping[str, Any] | None:
-    """The config of a name; of no name the one marked as default, of that name, or alone."""
+    # Without a name: the config marked as default, or named default, or the only one.
     if config is not None:
         return configs.get(config)
     marked = [entry for entry in configs.values() if entry.get("default") is True]
@@ -123,7 +122,7 @@ def _select_config(configs: Mapping[str, Mapping[str, Any]], config: str | None)
 
 
 def _splits(files: Any) -> dict[str, list[str]]:
-    """Patterns of files by split, as a config has them; without a split all are of train."""
+    # Patterns by split. Entries without a split belong to train.
     splits = dict[str, list[str]]()
     for entry in files if isinstance(files, list) else [files]:
         spec = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
