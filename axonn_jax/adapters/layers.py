@@ -77,13 +77,13 @@ def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> An
     """Return B [rank, out] in the form of `Adapter.spread`; `numbers` is jax.numpy or numpy."""
     column = numbers.arange(b.shape[1])
 
-    def only(own: Columns | None) -> Any:
-        if own is None:
+    def only(target: Columns | None) -> Any:
+        if target is None:
             return b
-        at = column % own.period
-        return numbers.where((at >= own.start) & (at < own.stop), b, 0)
+        at = column % target.period
+        return numbers.where((at >= target.start) & (at < target.stop), b, 0)
 
-    return numbers.concatenate([only(own) for own in columns])
+    return numbers.concatenate([only(target) for target in columns])
 
 
 def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: Any, columns: Sequence[Columns | None]) -> jax.Array:
