@@ -177,14 +177,14 @@ def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, names: Sequence[str
 
 def join_layers(layers: Sequence[jax.Array], sharding: NamedSharding, *, used_up: bool) -> jax.Array:
     """Stack the arrays of one parameter over all layers; `used_up` deletes the separate arrays."""
-    stacked = _stack_arrays(layers, sharding)
+    stacked = _joined(layers, sharding)
     for layer in layers if used_up else ():
         layer.delete()
     return stacked
 
 
 @partial(jax.jit, static_argnames="sharding")
-def _stack_arrays(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+def _joined(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
 
 
