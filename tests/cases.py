@@ -1,7 +1,7 @@
 """Training runs in which every two settings meet: the one list behind the default tests of whole training steps.
 
 Each axis, precision, schedule and way to keep, cut or recompute meets each setting of every other one in at least one
-case (`train/test_cases.py` counts them); what only three settings together break is for the products of `--all`.
+case (`test_cases.py` counts them); what only three settings together break is for the products of `--all`.
 """
 
 from dataclasses import dataclass, replace

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError, integer, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid
@@ -42,7 +41,7 @@ STEPS, _TOLD = 16, 64
 """Tokens of every slot from one call of a program, and for one on given texts."""
 _FIRST = 256
 """First capacity of a cache in tokens, where more may come."""
-Scores = NDArray[np.float32]
+Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Generator:
@@ -187,7 +186,8 @@ class Generator:
     def _use(self, *, reads: bool = True) -> Iterator[None]:
         """Take the slots; raise ``UserError`` if another stream has the slots, or `reads` finds data missing."""
         if reads and self.attention.calibrated and any(extra is None for extra in self.extras):
-            raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
+            accepted = f"components of every layer for {self.attention.name} (axonn_jax.loki)"
+            raise UserError("extras", None, accepted)
         if reads and (not self.params or any(value.is_deleted() for value in self.params.values())):
             raise UserError("model", "deleted", "a model of arrays not donated by a trainer: update(trainer.model)")
         if not self._used.acquire(blocking=False):

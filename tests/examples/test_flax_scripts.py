@@ -29,7 +29,7 @@ def losses(name: str, *flags: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        # With dropout: masks are the same. tests/tensor/test_parallelize.py trains the scripts' models in one process.
+        # With dropout: masks are the same. test_parallelize.py trains the scripts' models in one process.
         pytest.param("flax_script.py", ("--grid.z", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("vit.py", ("--grid.data", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("cnn.py", ("--grid.data", "2", "--grid.z", "2", "--grid.x", "2"), marks=pytest.mark.slow),
@@ -39,7 +39,7 @@ def test_the_sharded_script_prints_the_plain_ones_losses(name, flags):
     plain, sharded = losses(name), losses(name, *flags)
     assert len(plain) == 3
     assert plain[-1] < plain[0]
-    # Printed to 1e-4; Adam feeds on rounding for 20 steps (see tests/tensor/test_parallelize.py).
+    # Printed to 1e-4; Adam feeds on rounding for 20 steps (see test_parallelize.py).
     assert sharded == pytest.approx(plain, rel=1e-3, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The batch file of `axonn-jax launch --sbatch`: its text, command, refusals. tests/mpi/test_slurm.py submits one."""
+"""The batch file of `axonn-jax launch --sbatch`: its text, command, refusals. test_slurm.py submits one."""
 
 import os
 import shlex

@@ -15,7 +15,7 @@ from axonn_jax.timeline.trace import read_trace
 
 pytestmark = UNDER_MPIRUN
 
-# fp32, sums in another order: as between grids of one process, see tests/train/test_pipelined.py. Of fp16 roundings
+# fp32, sums in another order: as between grids of one process, see test_pipelined.py. Of fp16 roundings
 # (5e-4) of gradients.
 TOLERANCE, NORM_TOLERANCE, FP16_TOLERANCE = 2e-6, 1e-5, 3e-3
 FALLS = {"gpt": 0.3, "llama": 0.3, "dropout": 0.3, "wide": 0.5}
