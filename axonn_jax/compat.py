@@ -55,11 +55,11 @@ def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
     return AttentionDevice("cuda", (major, minor), cudnn)
 
 
-def part_of(closed: ClosedJaxpr, wanted: Sequence[bool], *, all_inputs: bool = False) -> ClosedJaxpr:
+def part_of(closed: ClosedJaxpr, needed: Sequence[bool], *, all_inputs: bool = False) -> ClosedJaxpr:
     """Return the part of a traced function that computes the wanted results, without inputs that it does not read."""
     from jax._src.interpreters import partial_eval
 
-    jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(wanted), instantiate=all_inputs)
+    jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(needed), instantiate=all_inputs)
     return ClosedJaxpr(jaxpr, [value for value, read in zip(closed.consts, constants_read, strict=True) if read])
 
 
@@ -67,10 +67,10 @@ def function_of(eqn: Any) -> Callable[..., list[Any]]:
     """Return the function that an equation is, of its inputs that are no literals, each once, with its derivatives."""
     from jax.extend.core import DebugInfo, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 
-    given = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
+    inputs = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
     results = [Var(var.aval) if isinstance(var, DropVar) else var for var in eqn.outvars]
     body = Jaxpr(
-        [], given, results, [eqn.replace(outvars=results)], eqn.effects, DebugInfo(eqn.primitive.name, "", None, None)
+        [], inputs, results, [eqn.replace(outvars=results)], eqn.effects, DebugInfo(eqn.primitive.name, "", None, None)
     )
     return jaxpr_as_fun(ClosedJaxpr(body, []))  # type: ignore[no-any-return]
 
@@ -150,9 +150,9 @@ class FailingBarrier:
         self._passed: Counter[str] = Counter()
 
     def _number(self) -> int:
-        made = f"axonn_jax/barriers/{self._rank}/"
-        number = len(self._client.key_value_dir_get(made))
-        self._client.key_value_set(f"{made}{number}", "made")
+        prefix = f"axonn_jax/barriers/{self._rank}/"
+        number = len(self._client.key_value_dir_get(prefix))
+        self._client.key_value_set(f"{prefix}{number}", "made")
         return number
 
     def begin(self, save: int) -> None:

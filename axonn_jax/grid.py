@@ -182,8 +182,8 @@ def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
     """
     if len(devices) != shape.devices:
         raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {shape.devices}")
-    each = shape.stage_devices
-    stages = (arranged(shape, devices[place * each : (place + 1) * each]) for place in range(shape.pipe))
+    per_stage = shape.stage_devices
+    stages = (arranged(shape, devices[place * per_stage : (place + 1) * per_stage]) for place in range(shape.pipe))
     meshes = {place: build_mesh(shape, stage) for place, stage in enumerate(stages)}
     return Grid(shape, meshes[0], meshes)
 

@@ -109,10 +109,10 @@ def causal_attention(
     if form.kernel == "splash":
         return _splash(q, k, v)
     implementation: Any = form.kernel
-    before = (rule.window - 1, 0) if rule.window else None
+    local_window = (rule.window - 1, 0) if rule.window else None
     same = None if numbers is None else (numbers[:, :, None] == numbers[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, local_window_size=before, implementation=implementation
+        q, k, v, mask=same, is_causal=True, local_window_size=local_window, implementation=implementation
     )
 
 

@@ -70,8 +70,8 @@ def dropout(
     shards, shard = _place(axes)
     sizes = (lengths * seq, shards * features)
 
-    def drawn(own: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(own, 1.0 - rate, sizes)
+    def drawn(row_key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(row_key, 1.0 - rate, sizes)
 
     masks = jax.vmap(drawn)(key.of_rows(sequences))
     keep = lax.dynamic_slice(masks, (0, first_token, shard * features), x.shape)

@@ -31,9 +31,9 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
     if axis_size(vocab_axis) == 1:
         return _rows(table, ids)
     local = ids - shard_offset(vocab_axis, table.shape[0])
-    held = (local >= 0) & (local < table.shape[0])
-    rows = _rows(table, jnp.where(held, local, 0))
-    rows = jnp.where(held[..., None], rows, jnp.zeros((), table.dtype))
+    is_local = (local >= 0) & (local < table.shape[0])
+    rows = _rows(table, jnp.where(is_local, local, 0))
+    rows = jnp.where(is_local[..., None], rows, jnp.zeros((), table.dtype))
     return scatter_sequence(rows) if scattered else all_reduce(rows, vocab_axis)
 
 
@@ -49,8 +49,8 @@ def _wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
-    table, ids = kept
+def _backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
+    table, ids = residuals
     zeros = mark_varying(jnp.zeros(table.shape, jnp.float32), compat.varying_axes(dy))
     return zeros.at[ids].add(dy.astype(jnp.float32), mode="clip").astype(table.dtype), None
 

@@ -80,7 +80,7 @@ class AttentionForm:
 
 
 def choose_form(
-    wanted: AttentionKernel,
+    requested: AttentionKernel,
     device: AttentionDevice,
     dtype: str,
     head_dim: int,
@@ -99,12 +99,12 @@ def choose_form(
         against = {kernel: fault or _NO_CAP for kernel, fault in (against | {"xla": ""}).items()}
     if packed:  # neither is known to take masks that depend on the batch
         against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
-    if wanted == "auto":
+    if requested == "auto":
         fast: AttentionKernel = "splash" if device.platform == "tpu" else "cudnn"
         return AttentionForm("blocked", f"not {fast}: {against[fast]}") if against[fast] else AttentionForm(fast)
-    if fault := against.get(wanted):
-        raise UserError(FIELD, wanted, f"{accepted}: {fault}")
-    return AttentionForm(wanted)
+    if fault := against.get(requested):
+        raise UserError(FIELD, requested, f"{accepted}: {fault}")
+    return AttentionForm(requested)
 
 
 def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:

@@ -49,7 +49,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     top = all_reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
     total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
     picked = _picked(logits, targets)
-    sums = all_reduce(jnp.stack([total, jnp.where(picked.held, picked.logit - top, 0.0)]), VOCAB_AXIS)
+    sums = all_reduce(jnp.stack([total, jnp.where(picked.is_local, picked.logit - top, 0.0)]), VOCAB_AXIS)
     return jnp.log(sums[0]) - sums[1]
 
 
@@ -58,15 +58,15 @@ class _Picked(NamedTuple):
 
     place: jax.Array
     """Column of a target in this part, else 0."""
-    held: jax.Array
+    is_local: jax.Array
     logit: jax.Array
 
 
 def _picked(logits: jax.Array, targets: jax.Array) -> _Picked:
     local = targets - shard_offset(VOCAB_AXIS, logits.shape[-1])
-    held = (local >= 0) & (local < logits.shape[-1])
-    place = jnp.where(held, local, 0)
-    return _Picked(place, held, jnp.take_along_axis(logits, place[..., None], -1, mode="clip")[..., 0])
+    is_local = (local >= 0) & (local < logits.shape[-1])
+    place = jnp.where(is_local, local, 0)
+    return _Picked(place, is_local, jnp.take_along_axis(logits, place[..., None], -1, mode="clip")[..., 0])
 
 
 def masked(logits: jax.Array, used: int | None) -> jax.Array:
@@ -140,8 +140,8 @@ def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, .
         loss, d_logits = _with_gradient(masked(logits, projection.used), targets, weights)
         (d_logits,) = uncapped(d_logits.astype(logits.dtype))
         d_rows = matmul(d_logits, weight, turned=not projection.turned)
-        left, right = (d_logits, rows) if projection.turned else (rows, d_logits)
-        d_part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        lhs, rhs = (d_logits, rows) if projection.turned else (rows, d_logits)
+        d_part = lax.dot_general(lhs, rhs, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (total + loss, d_weight + d_part), (d_rows,)
 
     start = (_zero(tokens[0]), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
@@ -156,9 +156,9 @@ def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | N
     top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
     exponentials = jnp.exp(logits - top[:, None])
     picked = _picked(logits, targets)
-    here = jnp.stack([jnp.sum(exponentials, -1), jnp.where(picked.held, picked.logit - top, 0.0)])
-    sums = all_reduce(here, VOCAB_AXIS)
-    target = picked.held[:, None] & (lax.broadcasted_iota(jnp.int32, logits.shape, 1) == picked.place[:, None])
+    local_sums = jnp.stack([jnp.sum(exponentials, -1), jnp.where(picked.is_local, picked.logit - top, 0.0)])
+    sums = all_reduce(local_sums, VOCAB_AXIS)
+    target = picked.is_local[:, None] & (lax.broadcasted_iota(jnp.int32, logits.shape, 1) == picked.place[:, None])
     d_logits = exponentials / sums[0][:, None] - target.astype(jnp.float32)
     loss = _summed(jnp.log(sums[0]) - sums[1], weights)
     return loss, d_logits if weights is None else d_logits * weights[:, None]
@@ -188,5 +188,5 @@ def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Token
     results = jax.tree.map(lambda a: a.reshape(divided, *a.shape[2:]), results)
     if divided == count:
         return carry, results
-    carry, rest = f(carry, jax.tree.map(lambda a: a[divided:], tokens))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, rest)
+    carry, tail = f(carry, jax.tree.map(lambda a: a[divided:], tokens))
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, tail)

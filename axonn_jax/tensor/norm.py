@@ -53,7 +53,7 @@ def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: 
     return _normalised(mark_varying(x, axes), *(None if p is None else mark_varying(p, axes) for p in params), norm)
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """Operands and two float32 numbers a row, which the backward pass reads."""
 
     x: jax.Array
@@ -70,25 +70,25 @@ def _normalised(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, 
     return _forward(x, scale, shift, norm)[0]
 
 
-def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> tuple[jax.Array, _Kept]:
+def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> tuple[jax.Array, _Saved]:
     mean, factor = _statistics(x.astype(jnp.float32), norm)
     y = _unscaled(x, mean, factor)
     y = y if scale is None else y * scale
     y = y if shift is None else y + shift
     # The barrier keeps XLA from taking this pass's float32 rows for the backward pass's.
-    return y.astype(x.dtype), _Kept(x, scale, shift, *lax.optimization_barrier((mean, factor)))
+    return y.astype(x.dtype), _Saved(x, scale, shift, *lax.optimization_barrier((mean, factor)))
 
 
-def _backward(norm: _Norm, kept: _Kept, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(norm: _Norm, saved: _Saved, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     dy = dy.astype(jnp.float32)
-    unscaled = _unscaled(kept.x, kept.mean, kept.factor)
+    unscaled = _unscaled(saved.x, saved.mean, saved.factor)
     rows = tuple(range(dy.ndim - 1))
-    d_scale = None if kept.scale is None else jnp.sum(dy * unscaled, rows)
-    d_shift = None if kept.shift is None else jnp.sum(dy, rows)
-    dy = dy if kept.scale is None else dy * kept.scale
+    d_scale = None if saved.scale is None else jnp.sum(dy * unscaled, rows)
+    d_shift = None if saved.shift is None else jnp.sum(dy, rows)
+    dy = dy if saved.scale is None else dy * saved.scale
     along, *level = _means(norm.axis, dy * unscaled, *([dy] if norm.centred else []))
-    dx = kept.factor * (dy - unscaled * along - (level[0] if level else 0.0))
-    return dx.astype(kept.x.dtype), d_scale, d_shift
+    dx = saved.factor * (dy - unscaled * along - (level[0] if level else 0.0))
+    return dx.astype(saved.x.dtype), d_scale, d_shift
 
 
 _normalised.defvjp(_forward, _backward)

@@ -126,14 +126,14 @@ class SplitModule(NamedTuple):
     @property
     def trained(self) -> Params:
         """The parameters that are trained, by name."""
-        own = self.adapters
-        return {name: p for name, p in self.params.items() if name in own} if own else self.params
+        adapters = self.adapters
+        return {name: p for name, p in self.params.items() if name in adapters} if adapters else self.params
 
     @property
     def frozen(self) -> Params:
         """The parameters that no step changes, by name."""
-        own = self.trained
-        return {name: p for name, p in self.params.items() if name not in own}
+        trained = self.trained
+        return {name: p for name, p in self.params.items() if name not in trained}
 
     def sum_axes(self, name: str, token_axes: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which a device's gradient of a parameter is a partial sum, but for those that split it.
@@ -149,19 +149,19 @@ def split_module(module: nnx.Module) -> SplitModule:
     Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
     """
     split: Any = nnx.split(module, nnx.Param, ...)
-    graphdef, state, rest = split
+    graphdef, state, other_state = split
     flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
     # The way back must not keep the arrays alive: a trainer has it as long as it lives.
     empty = {name: (path, var.replace(jax.tree.map(_shape, var.get_value()))) for name, (path, var) in flat.items()}
 
     def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
         pairs = [(path, var.replace(params[name])) for name, (path, var) in empty.items()]
-        return nnx.merge(graphdef, nnx.from_flat_state(pairs), renewed(rest))
+        return nnx.merge(graphdef, nnx.from_flat_state(pairs), renewed(other_state))
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
     metadata = {name: var.get_metadata() for name, (_, var) in flat.items()}
-    specs = {name: layout(own) for name, own in metadata.items()}
-    roles = {name: own["axonn_role"] for name, own in metadata.items() if "axonn_role" in own}
+    specs = {name: layout(entry) for name, entry in metadata.items()}
+    roles = {name: entry["axonn_role"] for name, entry in metadata.items() if "axonn_role" in entry}
     return SplitModule(params, specs, merge, roles)
 
 
@@ -208,15 +208,15 @@ def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
         for name, p in params.items()
         if p.is_fully_addressable and not shardings[name].is_fully_addressable
     }
-    others = {name: p for name, p in params.items() if name not in copies}
-    return copies | jax.device_put(others, {name: shardings[name] for name in others})
+    remaining = {name: p for name, p in params.items() if name not in copies}
+    return copies | jax.device_put(remaining, {name: shardings[name] for name in remaining})
 
 
 def _shares_shards(value: jax.Array, sharding: NamedSharding) -> bool:
     """True if `jax.device_put` lets arrays on other devices share a shard, `may_alias=False` or not (jax 0.10.2)."""
-    before = value.sharding
-    same = before.shard_shape(value.shape) == sharding.shard_shape(value.shape)
-    return same and before.device_set != sharding.device_set
+    current = value.sharding
+    same = current.shard_shape(value.shape) == sharding.shard_shape(value.shape)
+    return same and current.device_set != sharding.device_set
 
 
 def copied(value: Any, sharding: NamedSharding) -> jax.Array:

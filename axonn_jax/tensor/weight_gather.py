@@ -66,14 +66,14 @@ def _tapped(tap: jax.Array, dense: jax.Array, index: jax.Array) -> jax.Array:
 
 _tapped.defvjp(
     lambda tap, dense, index: (dense, (tap, index)),
-    lambda kept, grad: (taken(grad, kept[1]).astype(kept[0].dtype), None, None),
+    lambda residuals, grad: (taken(grad, residuals[1]).astype(residuals[0].dtype), None, None),
 )
 
 
 def taken(dense: jax.Array, index: jax.Array) -> jax.Array:
     """The kept entries [1, ..., slots] of a local dense array; 0 in slots to spare."""
-    kept = dense.reshape(-1).at[index.reshape(-1)]
-    entries = kept.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    flat = dense.reshape(-1).at[index.reshape(-1)]
+    entries = flat.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
     return entries.reshape(index.shape)
 
 
@@ -100,7 +100,7 @@ def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
 
 _gathered.defvjp(
     lambda w, dtype, dim: (_gathered(w, dtype, dim), jnp.zeros((), w.dtype)),
-    lambda dtype, dim, like, g: (reduce_scatter(g.astype(like.dtype), "z", dim),),
+    lambda dtype, dim, prototype, g: (reduce_scatter(g.astype(prototype.dtype), "z", dim),),
 )
 
 
@@ -122,13 +122,13 @@ def trained(weight: Weight, sums: jnp.dtype) -> jax.Array:
     return weight if isinstance(weight, jax.Array) else weight.trained(sums)
 
 
-def training(weights: Mapping[str, Weight], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
-    """Return the weights for layers: `held` itself, or a form that hands its gradient on to the array held."""
-    made = dict(held)
-    for name, value in held.items():
+def training(weights: Mapping[str, Weight], params: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
+    """Return the weights for layers: `params` itself, or a form that hands its gradient on to the array held."""
+    layer_weights = dict(params)
+    for name, value in params.items():
         if not isinstance(weight := weights[name], jax.Array):
-            made[name] = weight.training(value, sums)
-    return made
+            layer_weights[name] = weight.training(value, sums)
+    return layer_weights
 
 
 def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Module:
@@ -141,8 +141,8 @@ def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Modul
     if axis_size("z") == 1:
         return module
     parts: Any = split_module(module)
-    own = {name: weight for name, weight in parts.params.items() if name.partition(".")[0] != skip}
-    return parts.merge(parts.params | gather_params(own, parts.specs, dtype))  # type: ignore[no-any-return]
+    selected = {name: weight for name, weight in parts.params.items() if name.partition(".")[0] != skip}
+    return parts.merge(parts.params | gather_params(selected, parts.specs, dtype))  # type: ignore[no-any-return]
 
 
 def cast_for_reduction(dtype: jnp.dtype, params: MaybeGathered | Params, specs: Specs) -> MaybeGathered:
@@ -189,13 +189,13 @@ def as_gathered(shards: MaybeGathered | Params, gathered: Params, specs: Specs) 
 
     Collectives, in the backward pass: a reduce-scatter a weight, as in `reduce_scatter`.
     """
-    held: MaybeGathered = dict(shards)
+    params: MaybeGathered = dict(shards)
     for name, full in gathered.items():
         shard, dim = shards[name], split_dim(specs[name], "z")
         assert dim is not None
         assert isinstance(shard, jax.Array)
-        held[name] = GatheredWeight(_as_gathered(shard, full, dim))
-    return held
+        params[name] = GatheredWeight(_as_gathered(shard, full, dim))
+    return params
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -56,8 +56,8 @@ def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None
     if chunk == heads:
         return f(tiles, numbers, *arrays)
     split = jax.tree.map(lambda a: a.reshape(heads // chunk, chunk, *a.shape[1:]), (numbers, *arrays))
-    joined = lax.map(lambda parts: f(tiles, *parts), split)
-    return tuple(a.reshape(heads, *a.shape[2:]) for a in joined)
+    outputs = lax.map(lambda parts: f(tiles, *parts), split)
+    return tuple(a.reshape(heads, *a.shape[2:]) for a in outputs)
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
@@ -122,11 +122,11 @@ def _backward(
         scores, unscaled = jax.vjp(lambda a: scaled(a, q.shape[-1], rule), _dot(q[:, block], k[:, seen], 2, 2))
         scores = jnp.where(_visible(block, seen, rule.window, numbers), scores, -jnp.inf)
         weights = jnp.exp(scores - log_sum[:, block])
-        d_here = d_out[:, block]
-        (d_products,) = unscaled(weights * (_dot(d_here, v[:, seen], 2, 2) - delta[:, block]))
+        d_block = d_out[:, block]
+        (d_products,) = unscaled(weights * (_dot(d_block, v[:, seen], 2, 2) - delta[:, block]))
         d_products, weights = d_products.astype(q.dtype), weights.astype(q.dtype)
         d_q.insert(0, _dot(d_products, k[:, seen], 2, 1))
-        keys, values = _dot(d_products, q[:, block], 1, 1), _dot(weights, d_here, 1, 1)
+        keys, values = _dot(d_products, q[:, block], 1, 1), _dot(weights, d_block, 1, 1)
         if d_k is None or d_v is None:
             unseen = ((0, 0), (seen.start, 0), (0, 0))
             d_k, d_v = (jnp.pad(a, unseen) if seen.start else a for a in (keys, values))

@@ -9,8 +9,8 @@ from jax.extend.core import JaxprEqn, Var
 from axonn_jax.hardware import H100, Link
 from axonn_jax.tensor.overlap.op_cost import OpTimes, axes_of, flops, is_collective
 
-_ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
-_SUMMED = _ON_THE_WAY | {"add", "concatenate"}
+_PASS_THROUGH = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
+_SUMMED = _PASS_THROUGH | {"add", "concatenate"}
 """Operations between a gradient and its reduction over replicas: also the sum over microbatches, a bucket."""
 _PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
 _SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
@@ -36,31 +36,31 @@ class ListScheduler:
         # the meantime, long before they have to, and fill the memory that this is to save.
         self.yield_links = not recomputes
         producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        self.before = [
+        self.producers = [
             sorted({producer[v] for v in eqn.invars if isinstance(v, Var) and v in producer}) for eqn in eqns
         ]
-        self.after: list[list[int]] = [[] for _ in eqns]
-        for i, sources in enumerate(self.before):
+        self.consumers: list[list[int]] = [[] for _ in eqns]
+        for i, sources in enumerate(self.producers):
             for source in sources:
-                self.after[source].append(i)
+                self.consumers[source].append(i)
         # Weights are there from the start; a split stream (over `y`) is not.
         early = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "all_gather" and axes_of(eqn) == ("z",)}
         self.seconds = [0.0 if i in early else costs.seconds(eqn) for i, eqn in enumerate(eqns)]
         self.links = [costs.link(eqn) if is_collective(eqn) else None for eqn in eqns]
         self.rank = [0.0] * len(eqns)  # length of the longest chain that starts here
         for i in reversed(range(len(eqns))):
-            self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
+            self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.consumers[i]), default=0.0)
         self.matmul = _matmuls(eqns)
         self.ahead = [0] * len(eqns)  # matmuls of the longest chain behind it; 1 before a weight gradient
         for i in reversed(range(len(eqns))):
-            self.ahead[i] = max((self.ahead[j] + (j in self.matmul) for j in self.after[i]), default=0)
+            self.ahead[i] = max((self.ahead[j] + (j in self.matmul) for j in self.consumers[i]), default=0)
         self.urgent = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
         reduced = [False] * len(eqns)  # stands between a gradient and its reduction over replicas
         for i in reversed(range(len(eqns))):
-            if eqns[i].primitive.name in _ON_THE_WAY:
-                self.urgent[i] = any(is_collective(eqns[j]) or self.urgent[j] for j in self.after[i])
+            if eqns[i].primitive.name in _PASS_THROUGH:
+                self.urgent[i] = any(is_collective(eqns[j]) or self.urgent[j] for j in self.consumers[i])
             if eqns[i].primitive.name in _SUMMED:
-                reduced[i] = any(_over_replicas(eqns[j]) or reduced[j] for j in self.after[i])
+                reduced[i] = any(_over_replicas(eqns[j]) or reduced[j] for j in self.consumers[i])
                 self.urgent[i] = self.urgent[i] or reduced[i]
 
         self.sequence: list[int] = []
@@ -72,14 +72,14 @@ class ListScheduler:
         self._run()
 
     def _run(self) -> None:
-        missing = [len(sources) for sources in self.before]
+        missing = [len(sources) for sources in self.producers]
         now = 0.0
         matmuls_run = 0
         lanes: dict[Link | None, float] = {}  # when links are free
         ready: list[tuple[bool, float, int]] = []
         waiting: list[tuple[int, int]] = []  # ready equations, by matmuls run when their last one had
         started: set[int] = set()
-        under_way: list[tuple[float, Window]] = []
+        in_flight: list[tuple[float, Window]] = []
         sinces: dict[int, int] = {}
         over_last: list[Window] = []  # those that no matmul has followed yet
         done: set[int] = set()
@@ -109,24 +109,24 @@ class ListScheduler:
             self.sequence.append(i)
             self.windows.append(Window(i))
             slack = _SLACK if self.eqns[i].primitive.name == "reduce_scatter" else 1.0
-            under_way.append((begin + slack * self.seconds[i], self.windows[-1]))
+            in_flight.append((begin + slack * self.seconds[i], self.windows[-1]))
 
         def release(i: int, since: int) -> None:
             done.add(i)
-            for j in (*self.after[i], *yielding.get(i, ())):
+            for j in (*self.consumers[i], *yielding.get(i, ())):
                 missing[j] -= 1
                 if missing[j] == 0:
                     arrive(j, since)
 
         def finish(window: Window) -> None:
-            under_way[:] = [(end, running) for end, running in under_way if running is not window]
+            in_flight[:] = [(end, running) for end, running in in_flight if running is not window]
             over_last.append(window)
             release(window.collective, matmuls_run)
 
         for i in [i for i, count in enumerate(missing) if count == 0]:
             arrive(i, 0)
-        while ready or under_way:
-            ended = [window for end, window in under_way if end <= now]
+        while ready or in_flight:
+            ended = [window for end, window in in_flight if end <= now]
             over = [window for window in ended if window.overlapping is not None or self.small(window.collective)]
             for window in over:
                 finish(window)
@@ -135,9 +135,9 @@ class ListScheduler:
             while ready and ready[0][2] in started:
                 heapq.heappop(ready)
             if not ready:
-                later = [end for end, _ in under_way if end > now]
-                if not over and later:
-                    now = min(later)
+                pending = [end for end, _ in in_flight if end > now]
+                if not over and pending:
+                    now = min(pending)
                 elif ended and not over:  # nothing else can run beside it; none: all that was ready had begun
                     finish(ended[0])
                 continue
@@ -150,7 +150,7 @@ class ListScheduler:
                 for window in over_last:
                     window.next = i
                 over_last.clear()
-                for _, window in under_way:
+                for _, window in in_flight:
                     window.overlapping = i
             now += self.seconds[i]
             self.sequence.append(i)
@@ -163,21 +163,21 @@ class ListScheduler:
         """
         small: list[int] = []
         seen: set[int] = set()
-        ahead = [j for window in over for j in self.after[window.collective]]
+        ahead = [j for window in over for j in self.consumers[window.collective]]
         while ahead:
             i = ahead.pop()
             if i in seen or i in self.matmul:
                 continue
             seen.add(i)
             if not is_collective(self.eqns[i]):
-                ahead += self.after[i]
+                ahead += self.consumers[i]
             elif self.small(i) and i not in done and self._only_elementwise(i, done):
                 small.append(i)
         return small
 
     def _only_elementwise(self, i: int, done: set[int]) -> bool:
         """True if nothing that has yet to run before an equation is a matmul or collective."""
-        behind = [j for j in self.before[i] if j not in done]
+        behind = [j for j in self.producers[i] if j not in done]
         seen: set[int] = set()
         while behind:
             j = behind.pop()
@@ -185,7 +185,7 @@ class ListScheduler:
                 return False
             if j not in seen:
                 seen.add(j)
-                behind += [k for k in self.before[j] if k not in done]
+                behind += [k for k in self.producers[j] if k not in done]
         return True
 
     def small(self, i: int) -> bool:
@@ -199,6 +199,6 @@ def _over_replicas(eqn: JaxprEqn) -> bool:
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
     """Matmuls worth hiding a collective behind, by position."""
-    each = {i: count for i, eqn in enumerate(eqns) if (count := flops(eqn))}
-    least = max(each.values(), default=0.0) / 100
-    return {i: count for i, count in each.items() if count >= least}
+    counts = {i: count for i, eqn in enumerate(eqns) if (count := flops(eqn))}
+    least = max(counts.values(), default=0.0) / 100
+    return {i: count for i, count in counts.items() if count >= least}

@@ -57,8 +57,8 @@ def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _INLINED:
             body = eqn.params[_INLINED[eqn.primitive.name]]
-            again = inside or bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
-            if _recomputes(body.jaxpr if isinstance(body, ClosedJaxpr) else body, again):
+            recomputed = inside or bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
+            if _recomputes(body.jaxpr if isinstance(body, ClosedJaxpr) else body, recomputed):
                 return True
     return False
 
@@ -76,13 +76,13 @@ def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
             invars = [name(v) for v in eqn.invars]
             inner = eqn.params[key] if key is not None else None
             if inner is None or (isinstance(inner, ClosedJaxpr) and inner.consts):
-                outvars = list(eqn.outvars) if outer else [_like(v) for v in eqn.outvars]
+                outvars = list(eqn.outvars) if outer else [_fresh_var(v) for v in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
                 out.append(_with_ordered_body(eqn, costs).replace(invars=invars, outvars=outvars))
                 continue
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
-                invars = _apart(invars, out)
+                invars = _behind_barrier(invars, out)
             mapping = dict(zip(body.invars, invars, strict=True))
             add(body, mapping, False)
             results = [v if isinstance(v, Literal) else mapping.get(v, v) for v in body.outvars]
@@ -105,20 +105,21 @@ def _with_ordered_body(eqn: JaxprEqn, costs: OpTimes) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, outvars, scheduler)})
 
 
-def _like(v: Any) -> Var:
+def _fresh_var(v: Any) -> Var:
     return type(v)(v.aval)  # type: ignore[no-any-return]
 
 
-def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
+def _behind_barrier(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
     """Put values behind a barrier, as `jax.checkpoint` does: XLA would find the first computation's results."""
     (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
-    apart = []
+    results = []
     for value in values:
         if isinstance(value, Var):
-            out.append(eqn.replace(invars=[value], outvars=[_like(value)]))  # one each: they vary over different axes
+            # One barrier per value: the values vary over different mesh axes.
+            out.append(eqn.replace(invars=[value], outvars=[_fresh_var(value)]))
             value = out[-1].outvars[0]
-        apart.append(value)
-    return apart
+        results.append(value)
+    return results
 
 
 def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListScheduler) -> ClosedJaxpr:
@@ -149,7 +150,7 @@ def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListSched
         eqn = eqns[i]
         seen = 0
         first = scheduler.yields.get(i, ())
-        for source in (*scheduler.before[i], *first):
+        for source in (*scheduler.producers[i], *first):
             seen |= ancestors[source] | (1 << source)
         invars = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
         for small in first:
@@ -190,4 +191,4 @@ def _is_number(v: Var) -> bool:
 def _ties() -> Callable[[Any, Any], JaxprEqn]:
     """Make ties of two variables; an equation belongs to the mesh that it was traced on."""
     (eqn,) = jax.make_jaxpr(after)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
-    return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_like(x)])
+    return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_fresh_var(x)])

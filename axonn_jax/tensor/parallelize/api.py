@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError, first_line, nearest, typed_arguments
 from axonn_jax.grid import Grid, without_mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
-from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
+from axonn_jax.tensor.parallelize.kinds import base_of, describe, overrides_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, whole
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, gather_param
 from axonn_jax.tensor.parallelize.propagate import plan_of, plans_by_flow, plans_by_order
 from axonn_jax.tensor.params import copied
 
@@ -56,13 +56,13 @@ def parallelize(
         UserError: The model is no NNX module, the grid has a pipeline, an override matches nothing, or XLA would make
             wrong gradients of a grouped `jax.lax` convolution between layers (seen with `call` alone).
     """
-    given: Any = model
-    if not (isfunction(given) or isinstance(given, partial)):
-        return _parallelized(given, grid, call, overrides or {})
+    source: Any = model
+    if not (isfunction(source) or isinstance(source, partial)):
+        return _parallelized(source, grid, call, overrides or {})
     with without_mesh():  # axes that the model's author names are not the grid's
-        abstract: Any = nnx.eval_shape(given)
+        abstract: Any = nnx.eval_shape(source)
     split: Any = _parallelized(abstract, grid, call, overrides or {})
-    return given() if split is abstract else nnx.merge(nnx.graphdef(split), birth(given, split)())
+    return source() if split is abstract else nnx.merge(nnx.graphdef(split), birth(source, split)())
 
 
 def birth(make: Callable[[], nnx.Module], split: nnx.Module) -> Any:
@@ -77,24 +77,24 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
         return model
     members = modules(model)
     layers = {path: module for path, module in members.items() if base_of(type(module)) is not None}
-    chosen = choose_overrides(overrides, layers)
-    known: dict[str, LayerPlan] = {}
+    layer_overrides = choose_overrides(overrides, layers)
+    traced: dict[str, LayerPlan] = {}
     if call is not None:
         probe = nnx.clone(model)
         by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
-        known = plans_by_flow(grid.mesh, probe, _same(probe, layers), chosen, partial(_called, call))
-    strange = {
+        traced = plans_by_flow(grid.mesh, probe, _same(probe, layers), layer_overrides, partial(_called, call))
+    overridden = {
         path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
         for path, layer in layers.items()
-        if own_call(type(layer)) and not (wraps(type(layer)) if call is None else path in known)
+        if overrides_call(type(layer)) and not (wraps(type(layer)) if call is None else path in traced)
     }
-    plans = plans_by_order(grid.mesh, layers.items(), chosen, known | strange)
+    plans = plans_by_order(grid.mesh, layers.items(), layer_overrides, traced | overridden)
     if call is not None:
-        plans |= {path: replace(plan, calls=()) for path, plan in plans.items() if path not in known}
+        plans |= {path: replace(plan, calls=()) for path, plan in plans.items() if path not in traced}
     for path, module in members.items():
-        if path not in plans and own_variables(module):
+        if path not in plans and direct_variables(module):
             plans[path] = plan_of(grid.mesh, module, None, None)
-    return _apply(model, _spread(plans, members, chosen, grid.mesh), grid.mesh)
+    return _apply(model, _spread(plans, members, layer_overrides, grid.mesh), grid.mesh)
 
 
 def _called(call: Callable[[Model], Any], model: Model) -> Any:
@@ -117,7 +117,7 @@ def _spread(
     """The plans with parameters that they leave whole split where they are kept, but for small ones."""
     params = {}
     for path, plan in plans.items():
-        for name, variable in own_variables(members[path]).items():
+        for name, variable in direct_variables(members[path]).items():
             if isinstance(variable, nnx.Param):
                 value, free = variable.get_raw_value(), overrides.get(path) != "replicated"
                 size = value.size * value.dtype.itemsize
@@ -147,7 +147,7 @@ def _check(model: Any, grid: Grid) -> None:
 
 def choose_overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
     """Return the override of each layer that has one."""
-    chosen = {}
+    resolved = {}
     for pattern, value in patterns.items():
         field = f"overrides[{pattern!r}]"
         if value not in _OVERRIDES:
@@ -156,8 +156,8 @@ def choose_overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> 
         if not matching:
             close = nearest(pattern, layers)
             raise UserError(field, value, f"a pattern that matches the path of some layer that can be split{close}")
-        chosen.update(dict.fromkeys(matching, value))
-    return chosen
+        resolved.update(dict.fromkeys(matching, value))
+    return resolved
 
 
 def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
@@ -173,21 +173,21 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     for path, module in _same(copy, plans).items():
         plan = plans[path]
         setattr(module, PLAN, plan)
-        for name, variable in own_variables(module).items():
-            layouts.setdefault(id(variable), plan.kept(name))
+        for name, variable in direct_variables(module).items():
+            layouts.setdefault(id(variable), plan.stored_spec(name))
         if plan.sharded:
             module.__class__ = sharded(type(module))
         else:
             by_rows([module], mesh)
-    placed = []
+    entries = []
     for keys, variable in nnx.to_flat_state(nnx.state(copy)):
         sharding = NamedSharding(mesh, layouts.get(id(variable), P()))
         if isinstance(variable, nnx.Variable):
             value = jax.tree.map(lambda array: put(array, sharding), variable.get_raw_value())  # noqa: B023
-            placed.append((keys, variable.replace(value)))
+            entries.append((keys, variable.replace(value)))
         else:  # an array that is an attribute, such as a convolution's mask
-            placed.append((keys, put(variable, sharding)))
-    state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
+            entries.append((keys, put(variable, sharding)))
+    state: nnx.State[Any, Any] = nnx.from_flat_state(entries)
     nnx.update(copy, state)
     return copy
 
@@ -225,7 +225,7 @@ def as_flax(model: nnx.Module) -> None:
 
 
 def gather_spread(model: nnx.Module) -> None:
-    """Gather the parameters of a parallelized model that are spread, with `layouts.whole`.
+    """Gather the parameters of a parallelized model that are spread, with `layouts.gather_param`.
 
     Args:
         model: The model, inside a traced function that may change it, before it is called.
@@ -233,8 +233,8 @@ def gather_spread(model: nnx.Module) -> None:
     for module in modules(model).values():
         plan: LayerPlan | None = getattr(module, PLAN, None)
         for name, _ in () if plan is None else plan.spread:
-            variable = own_variables(module)[name]
-            variable.set_raw_value(whole(variable.get_raw_value(), plan.mesh, plan.used(name)))  # type: ignore[union-attr]
+            variable = direct_variables(module)[name]
+            variable.set_raw_value(gather_param(variable.get_raw_value(), plan.mesh, plan.used(name)))  # type: ignore[union-attr]
 
 
 def put(value: Any, sharding: NamedSharding) -> Any:
@@ -269,7 +269,7 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
         yield from _walk(child, (*path, name))
 
 
-def own_variables(module: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+def direct_variables(module: nnx.Module) -> dict[str, nnx.Variable[Any]]:
     """The variables a module holds itself, not through another module; those of random streams left out."""
     values = vars(module).items()
     return {n: v for n, v in values if isinstance(v, nnx.Variable) and not isinstance(v, nnx.RngState)}

@@ -50,10 +50,10 @@ def mark(call: Callable[..., Any], number: int, method: str, x: jax.Array) -> Ca
 
 def marked(eqn: Any) -> Marked | None:
     """Return the call of a layer that an equation is."""
-    first, *rest = str(eqn.params.get("name", "")).split(":")
+    first, *fields = str(eqn.params.get("name", "")).split(":")
     if first != MARK:
         return None
-    number, method, sizes = rest
+    number, method, sizes = fields
     return Marked(int(number), method, tuple(int(size) for size in sizes.split(",") if size))
 
 
@@ -61,8 +61,8 @@ def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer)
     """Carry layouts through a jaxpr's equations, from inputs to outputs."""
 
     def through(eqn: Any, arrive: list[Activation]) -> list[Activation]:
-        split = next((each.split for each in arrive if each.split is not None), None)
-        trained = any(each.trained for each in arrive) and eqn.primitive.name != "stop_gradient"
+        split = next((activation.split for activation in arrive if activation.split is not None), None)
+        trained = any(activation.trained for activation in arrive) and eqn.primitive.name != "stop_gradient"
         leave = [Activation(split, trained)] * len(eqn.outvars)
         layer, inner = marked(eqn), same_body(eqn)
         if layer is not None:
@@ -71,10 +71,10 @@ def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer)
                 split = at_layer(layer, out_size, Activation(split, arrive[-1].trained))
                 leave = [Activation(split, trained)] * len(eqn.outvars)
         elif inner is not None:
-            leave = follow_layouts(inner, _carried(eqn, inner, arrive), at_layer)
+            leave = follow_layouts(inner, _scan_inputs(eqn, inner, arrive), at_layer)
         elif eqn.primitive.name == "cond":  # branches give values of one shape
-            each = [follow_layouts(branch, arrive[1:], at_layer) for branch in bodies(eqn)]
-            leave = [Activation(one[-1].split, any(a.trained for a in one)) for one in zip(*each, strict=True)]
+            branches = [follow_layouts(branch, arrive[1:], at_layer) for branch in bodies(eqn)]
+            leave = [Activation(outs[-1].split, any(a.trained for a in outs)) for outs in zip(*branches, strict=True)]
         pairs = zip(eqn.outvars, leave, strict=True)
         return [activation if _has_gradient(var) else Activation(activation.split) for var, activation in pairs]
 
@@ -85,7 +85,7 @@ def _has_gradient(var: Any) -> bool:
     return hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
-def _carried(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]:
+def _scan_inputs(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]:
     """The inputs of a scan's body in any of its runs: trained if they are so in one."""
     if eqn.primitive.name != "scan":
         return arrive
@@ -93,7 +93,7 @@ def _carried(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]
     while True:
         leave = follow_layouts(inner, arrive, lambda call, out_size, x: x.split)
         carry = zip(arrive[first : first + count], leave[:count], strict=True)
-        merged = [Activation(before.split, before.trained or after.trained) for before, after in carry]
+        merged = [Activation(initial.split, initial.trained or final.trained) for initial, final in carry]
         if merged == arrive[first : first + count]:
             return arrive
         arrive = [*arrive[:first], *merged, *arrive[first + count :]]
@@ -123,10 +123,12 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
     def through(eqn: Any, inputs: Origins) -> Origins:
         at(eqn, inputs)
         inner = same_body(eqn)
-        first = next(((each, var) for each, var in zip(inputs, eqn.invars, strict=True) if each is not None), None)
+        first = next(
+            ((origin, var) for origin, var in zip(inputs, eqn.invars, strict=True) if origin is not None), None
+        )
         if eqn.primitive.name == "scan" and inner is not None:
             count, length = sum(scan_sizes(eqn, inner)), eqn.params["length"]
-            find_origins(inner, inputs[:count] + [_at_one_place(each, length) for each in inputs[count:]], at)
+            find_origins(inner, inputs[:count] + [_slice_origin(origin, length) for origin in inputs[count:]], at)
         elif eqn.primitive.name == "cond":
             for branch in bodies(eqn):
                 find_origins(branch, inputs[1:], at)
@@ -139,7 +141,7 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
     return follow(jaxpr, arrive, None, through)
 
 
-def _at_one_place(origin: Origin | None, length: int) -> Origin | None:
+def _slice_origin(origin: Origin | None, length: int) -> Origin | None:
     """The origin of a slice along the first dim."""
     return None if origin is None else Origin(origin.index, origin.dims[1:], origin.times * length)
 
@@ -148,12 +150,12 @@ def _through(eqn: Any, origin: Origin, var: Any, shape: tuple[int, ...]) -> Orig
     if eqn.primitive.name == "transpose":
         return replace(origin, dims=tuple(origin.dims[dim] for dim in eqn.params["permutation"]))
     if eqn.primitive.name == "squeeze":
-        gone = eqn.params["dimensions"]
-        return replace(origin, dims=tuple(dim for at, dim in enumerate(origin.dims) if at not in gone))
+        dropped = eqn.params["dimensions"]
+        return replace(origin, dims=tuple(dim for at, dim in enumerate(origin.dims) if at not in dropped))
     if len(shape) != len(origin.dims):
         return None
-    kept = zip(origin.dims, var.aval.shape, shape, strict=True)
-    return replace(origin, dims=tuple(dim if before == after else None for dim, before, after in kept))
+    sizes = zip(origin.dims, var.aval.shape, shape, strict=True)
+    return replace(origin, dims=tuple(dim if size_in == size_out else None for dim, size_in, size_out in sizes))
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "ragged_dot_general")
@@ -182,7 +184,9 @@ def inputs_of_products(jaxpr: Any, arrive: list[frozenset[int]], read: set[int])
             return [every] * len(eqn.outvars)
         # A result that is smaller, but for a part, is a sum or the like.
         parts = eqn.primitive.name in _PARTS
-        each = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
-        return [nothing.union(*(used for used, size in each if parts or size <= out.aval.size)) for out in eqn.outvars]
+        operands = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
+        return [
+            nothing.union(*(used for used, size in operands if parts or size <= out.aval.size)) for out in eqn.outvars
+        ]
 
     return follow(jaxpr, arrive, nothing, through)

@@ -22,7 +22,7 @@ _ACCESS = ("__getattribute__", "__setattr__")
 
 def base_of(kind: type) -> type[nnx.Module] | None:
     """Return the Flax layer that a type is or is derived from; None if there is none with a sharded form."""
-    return next((each for each in kind.__mro__ if each in BASES), None)
+    return next((cls for cls in kind.__mro__ if cls in BASES), None)
 
 
 def changed(kind: type, base: type) -> str:
@@ -30,23 +30,23 @@ def changed(kind: type, base: type) -> str:
 
     The sharded layer runs the base's code with the layer's attributes, and takes the place of the base for `super()`.
     """
-    for each in _between(kind, base):
-        for name in vars(each):
+    for cls in _between(kind, base):
+        for name in vars(cls):
             hidden = name.startswith(("__", "_pytree__", "_abc_")) and name not in _ACCESS
             if not hidden and name not in CALLS and hasattr(base, name):
                 return name
     return ""
 
 
-def own_call(kind: type) -> bool:
+def overrides_call(kind: type) -> bool:
     """True if a type derived from a layer has a `__call__` of its own."""
     return kind.__call__ is not base_of(kind).__call__  # type: ignore[union-attr, operator]
 
 
 def wraps(kind: type) -> bool:
     """True if every `__call__` of a derived type has a `super()` in its code."""
-    for each in _between(kind, base_of(kind)):
-        call = vars(each).get("__call__")
+    for cls in _between(kind, base_of(kind)):
+        call = vars(cls).get("__call__")
         if call is not None and "super" not in getattr(inspect.unwrap(call), "__code__", wraps.__code__).co_names:
             return False
     return True
@@ -125,8 +125,8 @@ def describe(layer: Any) -> Kernel | Norm | str:
         if kind in (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm):
             return f"{kind.__name__} runs as it is on split activations (its statistics are those of the global batch)"
         return f"a {kind.__name__} has no sharded form"
-    held = {name: value for name, value in vars(layer).items() if isinstance(value, nnx.Variable)}
-    if computed := [name for name, variable in held.items() if _computes(variable)]:
+    variables = {name: value for name, value in vars(layer).items() if isinstance(value, nnx.Variable)}
+    if computed := [name for name, variable in variables.items() if _computes(variable)]:
         return f"reading its {computed[0]} computes something"
     if kind is base:
         return _described(layer, base)
@@ -144,8 +144,8 @@ def describe(layer: Any) -> Kernel | Norm | str:
 
 def _computes(variable: nnx.Variable[Any]) -> bool:
     """True if reading a Variable gives anything but what it holds."""
-    own = type(variable).get_value is not nnx.Variable.get_value
-    return own or bool(variable.get_metadata().get("on_get_value"))
+    overridden = type(variable).get_value is not nnx.Variable.get_value
+    return overridden or bool(variable.get_metadata().get("on_get_value"))
 
 
 def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
@@ -209,9 +209,9 @@ def _contraction(layer: Any, string: str, shape: tuple[int, ...]) -> Kernel | st
     if not ins or not outs:
         return f"{string!r} does not contract the input with the kernel"
     biased = [label for label in result if label in kernel]
-    given = layer.bias_shape if isinstance(layer, nnx.Einsum) and layer.bias is not None else None
-    if given is not None and tuple(given) != tuple(size[label] for label in biased):
-        return f"its bias {given} does not have the result's kernel dims"
+    bias_shape = layer.bias_shape if isinstance(layer, nnx.Einsum) and layer.bias is not None else None
+    if bias_shape is not None and tuple(bias_shape) != tuple(size[label] for label in biased):
+        return f"its bias {bias_shape} does not have the result's kernel dims"
     rows: tuple[int, int] | None = None
     if x[0] == "." == result[0]:
         rows = (0, 0)
@@ -226,8 +226,8 @@ def _contraction(layer: Any, string: str, shape: tuple[int, ...]) -> Kernel | st
 
 def _position(labels: str, label: str) -> int:
     """Return an index's dim: from the front if before an ellipsis or without one, else from the end."""
-    before, dots, after = labels.partition("...")
-    return before.index(label) if not dots or label in before else after.index(label) - len(after)
+    head, dots, tail = labels.partition("...")
+    return head.index(label) if not dots or label in head else tail.index(label) - len(tail)
 
 
 def _conv(layer: Any) -> Kernel | str:
@@ -253,9 +253,9 @@ def _embed(layer: Any) -> Kernel | str:
 
 def _norm(layer: Any) -> Norm | str:
     names = ("scale", "bias") if isinstance(layer, nnx.LayerNorm) else ("scale",)
-    held = tuple(name for name in names if getattr(layer, name) is not None)
+    present = tuple(name for name in names if getattr(layer, name) is not None)
     if layer.reduction_axes not in (-1, (-1,)) or layer.feature_axes not in (-1, (-1,)):
         return "its reduction or feature axes are not the last one alone"
     if layer.axis_name is not None:
         return f"it reduces over a mapped axis of its own, {layer.axis_name!r}"
-    return _stack(layer, Norm(layer.num_features, held))
+    return _stack(layer, Norm(layer.num_features, present))

@@ -14,7 +14,7 @@ from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
 from axonn_jax.tensor.parallelize.kinds import Kernel, in_place_of_base
-from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, own_params, spec_of, without_z
+from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, spec_of, stored_params, without_z
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import gather_weight
 
@@ -57,15 +57,15 @@ def in_region(
     if split and rows is not None:
         x_spec = P(*(plan.row_axes if dim == rows[0] else axis for dim, axis in enumerate(x_spec)))
         y_spec = P(*(plan.row_axes if dim == rows[1] else axis for dim, axis in enumerate(y_spec)))
-    held = {name: value for name, value in params.items() if value is not None}
-    specs = {name: plan.spec(name) if split else without_z(plan.spec(name)) for name in held}
+    present = {name: value for name, value in params.items() if value is not None}
+    specs = {name: plan.spec(name) if split else without_z(plan.spec(name)) for name in present}
 
-    def run(x: jax.Array, held: dict[str, jax.Array]) -> jax.Array:
-        return local(x, {**dict.fromkeys(params), **held}, split)
+    def run(x: jax.Array, present: dict[str, jax.Array]) -> jax.Array:
+        return local(x, {**dict.fromkeys(params), **present}, split)
 
     if split and plan.regathers and plan.z_dim is not None and plan.size("z") > 1:
         run = jax.checkpoint(run)  # nothing but the gather: the rest of the forward pass is dead code in the backward
-    return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, held)  # type: ignore[no-any-return]
+    return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, present)  # type: ignore[no-any-return]
 
 
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
@@ -110,7 +110,7 @@ def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax
         return y + bias.reshape(shape)
 
     y_spec = spec_of(x.ndim + kernel.rank, (side_out.activation, plan.out_axis))
-    params, feature = own_params(layer, ("kernel", "bias")), (side_in.activation, plan.in_axis)
+    params, feature = stored_params(layer, ("kernel", "bias")), (side_in.activation, plan.in_axis)
     return in_region(plan, local, x, params, x_feature=feature, y_spec=y_spec, rows=kernel.rows)
 
 
@@ -175,7 +175,7 @@ def _embed(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array
     ids = inputs.astype(jnp.int32)
     y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
     rows = (0, 0) if ids.ndim > 1 else None
-    return in_region(plan, local, ids, own_params(layer, ("embedding",)), x_feature=None, y_spec=y_spec, rows=rows)
+    return in_region(plan, local, ids, stored_params(layer, ("embedding",)), x_feature=None, y_spec=y_spec, rows=rows)
 
 
 def _attend(layer: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -191,7 +191,7 @@ def _attend(layer: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array
         return tied_logits(table, x, plan.in_axis or "", plan.out_axis or "")
 
     y_spec = spec_of(query.ndim, (-1, plan.in_axis))
-    params = own_params(layer, ("embedding",))
+    params = stored_params(layer, ("embedding",))
     return in_region(plan, local, query, params, x_feature=(-1, plan.out_axis), y_spec=y_spec)
 
 
@@ -202,15 +202,15 @@ def _norm(base: Any, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> 
     """
 
     def call(layer: Any, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        plan, params = layer.axonn_plan, own_params(layer, names)
+        plan, params = layer.axonn_plan, stored_params(layer, names)
         dtype = jnp.result_type(*(value.dtype for value in (x, *params.values()) if value is not None))
         if mask is not None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
             return base.__call__(layer, x, mask=mask)  # type: ignore[no-any-return]
 
         def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-            x, *held = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
+            x, *cast = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
             # Norms compute in float32; strict dtype promotion needs explicit casts.
-            wide = (None if each is None else each.astype(jnp.float32) for each in held)
+            wide = (None if param is None else param.astype(jnp.float32) for param in cast)
             return norm(x, *wide, layer.epsilon, plan.in_axis or "")
 
         feature = (-1, plan.in_axis)

@@ -21,7 +21,7 @@ from axonn_jax.tensor.specs import size_over, spec_axes, split_dim
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
 
-WHOLE = P()
+REPLICATED = P()
 
 _SMALL, _SLACK = 4096, 0.02
 Name = TypeVar("Name", bound=Hashable)
@@ -111,7 +111,7 @@ class LayerPlan:
         """The layout of one of the layer's parameters where the layer computes, whole by default."""
         return dict(self.specs).get(name, P())
 
-    def kept(self, name: str) -> P:
+    def stored_spec(self, name: str) -> P:
         """The layout in which one of the layer's parameters is kept."""
         return dict(self.spread).get(name) or self.used(name)
 
@@ -133,7 +133,7 @@ def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:
     return P(*dims)
 
 
-def spread(shape: tuple[int, ...], mesh: Mesh, spec: P = WHOLE, first: int = 0) -> P:
+def spread(shape: tuple[int, ...], mesh: Mesh, spec: P = REPLICATED, first: int = 0) -> P:
     """Return a layout of an array with its largest part that divides split over all of `z`, `y` and `x`, or fewer.
 
     Axes that `spec` has stay where they are; dims before `first` stay whole.
@@ -151,7 +151,7 @@ def spread(shape: tuple[int, ...], mesh: Mesh, spec: P = WHOLE, first: int = 0) 
     return spec
 
 
-def whole(value: jax.Array, mesh: Mesh, spec: P = WHOLE) -> jax.Array:
+def gather_param(value: jax.Array, mesh: Mesh, spec: P = REPLICATED) -> jax.Array:
     """Gather a parameter that is spread; its gradient is summed so too, then spread again.
 
     Left alone, XLA chooses between gathering a parameter and moving activations, and keeps what it has gathered.
@@ -165,13 +165,13 @@ def small_enough(sizes: Mapping[Name, int], total: int, parts: int) -> set[Name]
     In a large model these are its vectors. Of a small model's, arrays under 4 KiB stay whole too: each that is split
     has collectives of its own.
     """
-    chosen: set[Name] = set()
-    left = _SLACK * total / max(1, parts - 1)
+    small: set[Name] = set()
+    budget = _SLACK * total / max(1, parts - 1)
     for name, size in sorted(sizes.items(), key=lambda item: item[1]):
-        left -= size
-        if left >= 0 or size < _SMALL:
-            chosen.add(name)
-    return chosen
+        budget -= size
+        if budget >= 0 or size < _SMALL:
+            small.add(name)
+    return small
 
 
 class Stored(NamedTuple):
@@ -203,14 +203,14 @@ def further_layouts(params: Mapping[Name, Stored], mesh: Mesh) -> dict[Name, P]:
 
 def without_z(spec: P) -> P:
     """The layout with nothing split over `z`."""
-    kept = [tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if a != "z") for dim in spec]
-    return P(*(axes or None for axes in kept))
+    dims = [tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if a != "z") for dim in spec]
+    return P(*(axes or None for axes in dims))
 
 
-def own_params(layer: Any, names: tuple[str, ...]) -> dict[str, jax.Array | None]:
+def stored_params(layer: Any, names: tuple[str, ...]) -> dict[str, jax.Array | None]:
     """Return a layer's parameters as they are kept, None for absent ones."""
-    held = {name: vars(layer).get(name) for name in names}
-    return {name: None if param is None else param[...] for name, param in held.items()}
+    variables = {name: vars(layer).get(name) for name in names}
+    return {name: None if param is None else param[...] for name, param in variables.items()}
 
 
 class OutsideRead:
@@ -236,7 +236,7 @@ class OutsideRead:
         raw, spec = variable.get_raw_value(), plan.spec(self.name)
         wrong = min(plan.size("data", "expert"), plan.size("z"), plan.size("y"), plan.size("x")) > 1
         computes = wrong or isinstance(raw, jax.core.Tracer)
-        if not computes or not isinstance(raw, jax.Array) or "z" not in spec_axes(plan.kept(self.name)):
+        if not computes or not isinstance(raw, jax.Array) or "z" not in spec_axes(plan.stored_spec(self.name)):
             return variable
         inside = without_z(P(*[None] * (raw.ndim - len(spec)), *spec))
 

@@ -18,7 +18,7 @@ from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, gather_param, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Key, TreeLeaf, plan_loss
 from axonn_jax.tensor.parallelize.transfers import Entry
@@ -102,13 +102,13 @@ class LinenLoss:
             return self.plain(params, batch, *key)
 
     def gather_spread(self, params: Any) -> Any:
-        """Return the parameters with those that are spread gathered, by `layouts.whole`.
+        """Return the parameters with those that are spread gathered, by `layouts.gather_param`.
 
         For traced functions, before the loss; without it XLA chooses what to move.
         """
 
         def gather(value: jax.Array, leaf: TreeLeaf) -> jax.Array:
-            return value if leaf.spec == leaf.used else whole(value, self.mesh, leaf.used)
+            return value if leaf.spec == leaf.used else gather_param(value, self.mesh, leaf.used)
 
         return jax.tree.map(gather, params, self.layouts)
 
@@ -146,11 +146,11 @@ class LinenLoss:
         if isinstance(call.layer, LayerCall):
             plan = self.plans.get(call.layer.key)
             if plan is not None and plan.sharded:
-                own = call.layer if self.dtype is None else call.layer.in_dtype(self.dtype)
-                layer = own.layer
+                layer_call = call.layer if self.dtype is None else call.layer.in_dtype(self.dtype)
+                layer = layer_call.layer
                 setattr(layer, PLAN, plan)
                 layer.__class__ = sharded(type(layer))
-                return own.run(layer)
+                return layer_call.run(layer)
         if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name != self.mapped_axis:
             return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
         return call.by_rows(self.mesh, self.row_axes)
@@ -206,8 +206,8 @@ def _parallelized(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     layouts = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    placed = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
-    return LinenLoss(loss, grid.mesh, plans, layouts, entries), placed
+    sharded_params = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
+    return LinenLoss(loss, grid.mesh, plans, layouts, entries), sharded_params
 
 
 _OTHER_PARAMS = (

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from axonn_jax.tensor.parallelize.convolution import ByRows
 from axonn_jax.tensor.parallelize.kinds import Kernel, Norm, describe
 
-Held = Mapping[str, Any]
+LayerParams = Mapping[str, Any]
 """A layer's parameters by name."""
 
 
@@ -25,19 +25,19 @@ class Counterpart:
     kind: type[nnx.Module]
     params: tuple[str, ...]
     """Names of the parameters; those with `use_<name>` may be absent."""
-    arguments: Callable[[Any, Any, Held], dict[str, Any]]
+    arguments: Callable[[Any, Any, LayerParams], dict[str, Any]]
     """Arguments of the NNX type for a Linen layer, its input and its parameters."""
-    unlike: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     """Options that the NNX form does not take."""
     norm: bool = False
 
-    def build(self, module: Any, x: Any, held: Held, dtype: Any) -> nnx.Module:
+    def build(self, module: Any, x: Any, params: LayerParams, dtype: Any) -> nnx.Module:
         """Make the NNX layer around the parameters themselves, to compute in `dtype`."""
-        inits = {f"{name}_init": _giving(value) for name, value in held.items()}
+        inits = {f"{name}_init": _constant_init(value) for name, value in params.items()}
         # A norm computes in float32, whatever its input; `LayerCall.run` casts the result.
-        common = {"dtype": None} if self.norm else {"dtype": dtype, "promote_dtype": _promoting(module)}
+        common = {"dtype": None} if self.norm else {"dtype": dtype, "promote_dtype": _promoter(module)}
         common |= {"param_dtype": module.param_dtype, "rngs": _NoKeys()}
-        layer: Any = self.kind(**inits, **common, **self.arguments(module, x, held))
+        layer: Any = self.kind(**inits, **common, **self.arguments(module, x, params))
         layer.dtype = common["dtype"]  # Embed takes its table's for None
         return layer  # type: ignore[no-any-return]
 
@@ -49,7 +49,7 @@ class _NoKeys:
         """Return no key."""
 
 
-def _giving(value: Any) -> Callable[..., Any]:
+def _constant_init(value: Any) -> Callable[..., Any]:
     """An initializer that returns the value; `ValueError` where another size is wanted."""
 
     def init(_: None, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -60,7 +60,7 @@ def _giving(value: Any) -> Callable[..., Any]:
     return init
 
 
-def _promoting(module: Any) -> Callable[..., Any]:
+def _promoter(module: Any) -> Callable[..., Any]:
     """The layer's own promotion of dtypes, called as NNX calls it."""
     return lambda args, /, *, dtype=None, inexact=True: module.promote_dtype(*args, dtype=dtype, inexact=inexact)
 
@@ -69,47 +69,47 @@ def _options(module: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _dense(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _dense(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     return {"in_features": x.shape[-1], "out_features": module.features, **_options(module, "use_bias", "precision")}
 
 
-def _dense_general(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    given = module.axis if isinstance(module.axis, tuple | list) else (module.axis,)
-    axis = tuple(sorted(each if each < 0 else each - x.ndim for each in given))
-    sizes = tuple(x.shape[each] for each in axis)
+def _dense_general(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
+    axes = module.axis if isinstance(module.axis, tuple | list) else (module.axis,)
+    axis = tuple(sorted(dim if dim < 0 else dim - x.ndim for dim in axes))
+    sizes = tuple(x.shape[dim] for dim in axis)
     sides = {"in_features": sizes, "out_features": module.features, "axis": axis}
     return {**sides, **_options(module, "use_bias", "precision")}
 
 
-def _einsum(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _einsum(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     return {
         "kernel_shape": tuple(module.shape),
-        "bias_shape": held["bias"].shape if "bias" in held else None,
+        "bias_shape": params["bias"].shape if "bias" in params else None,
         **_options(module, "einsum_str", "precision", "preferred_element_type"),
     }
 
 
-def _conv(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _conv(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     names = ("kernel_size", "strides", "padding", "input_dilation", "kernel_dilation", "feature_group_count")
-    return {**_dense(module, x, held), **_options(module, *names)}
+    return {**_dense(module, x, params), **_options(module, *names)}
 
 
-def _conv_transpose(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _conv_transpose(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     names = ("kernel_size", "strides", "padding", "kernel_dilation", "transpose_kernel", "preferred_element_type")
-    return {**_dense(module, x, held), **_options(module, *names)}
+    return {**_dense(module, x, params), **_options(module, *names)}
 
 
-def _embed(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _embed(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     return _options(module, "num_embeddings", "features")
 
 
-def _rms_norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
+def _rms_norm(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
     names = ("use_scale", "epsilon", "reduction_axes", "feature_axes", "axis_name", "axis_index_groups")
     return {"num_features": x.shape[-1], **_options(module, *names)}
 
 
-def _layer_norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    return {**_rms_norm(module, x, held), "use_bias": module.use_bias}
+def _layer_norm(module: Any, x: Any, params: LayerParams) -> dict[str, Any]:
+    return {**_rms_norm(module, x, params), "use_bias": module.use_bias}
 
 
 _KERNEL = ("kernel", "bias")
@@ -145,19 +145,19 @@ class LayerCall:
     """Flax's own type; `module` may be of a subclass."""
     entry: str
     x: Any
-    held: dict[str, jax.Array]
+    params: dict[str, jax.Array]
     dtype: Any
     """The computation's; None for that of input and parameters."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The layer's path in its module, type and shapes, the same in every call."""
-        return self.module.path, self.base, tuple((name, value.shape) for name, value in self.held.items())
+        return self.module.path, self.base, tuple((name, value.shape) for name, value in self.params.items())
 
     @property
     def layer(self) -> nnx.Module:
         """The NNX layer."""
-        return COUNTERPARTS[self.base].build(self.module, self.x, self.held, self.dtype)
+        return COUNTERPARTS[self.base].build(self.module, self.x, self.params, self.dtype)
 
     def described(self) -> Kernel | Norm | str:
         """Return the dims in which the layer can be split, or the reason for none."""
@@ -195,16 +195,16 @@ class MethodCall:
 
     def by_rows(self, mesh: Mesh, row_axes: tuple[str, ...]) -> Any:
         """Call the method; a convolution whose rows axes split runs by rows in a manual region (see `ByRows`)."""
-        if not row_axes or self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _Given):
+        if not row_axes or self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _ConvClass):
             return self.plain()
-        own = self.module.conv_general_dilated_cls
-        convolve = own() if own is not None else self.module.conv_general_dilated or jax.lax.conv_general_dilated
-        given = _Given(ByRows(mesh, convolve, row_axes))
-        return self.of(self.module.clone(parent=self.module.scope, conv_general_dilated_cls=given))
+        make = self.module.conv_general_dilated_cls
+        convolve = make() if make is not None else self.module.conv_general_dilated or jax.lax.conv_general_dilated
+        wrapped = _ConvClass(ByRows(mesh, convolve, row_axes))
+        return self.of(self.module.clone(parent=self.module.scope, conv_general_dilated_cls=wrapped))
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ConvClass:
     """Convolution in the form that Linen asks for."""
 
     convolve: ByRows
@@ -228,22 +228,22 @@ def _method_call(
     return MethodCall(module, base, layer, plain, lambda same: getattr(base, name)(same, *args, **kwargs))
 
 
-def _layer_call(module: Any, base: type[linen.Module], method: str, given: Mapping[str, Any]) -> LayerCall | str:
+def _layer_call(module: Any, base: type[linen.Module], method: str, arguments: Mapping[str, Any]) -> LayerCall | str:
     """Return the call of a layer with an NNX form, or the reason against one, "" where Flax will say so."""
     counterpart = COUNTERPARTS.get(base)
     if counterpart is None:
         return ""
     names = [name for name in counterpart.params if getattr(module, f"use_{name}", True)]
-    x, *others = given.values()
+    x, *extras = arguments.values()
     if not hasattr(x, "shape") or not all(module.has_variable("params", name) for name in names):
         return ""
-    held: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
-    options = _options(module, *counterpart.unlike)
-    unlike = [name for name, value in options.items() if value is not None and not isinstance(value, tuple | list)]
-    unlike += [name for name, value in options.items() if isinstance(value, tuple | list) and len(value)]
-    if any(value is not None for value in others) or unlike:
-        return f"{base.__name__} with {', '.join(unlike or list(given)[1:])} stays as it is"
-    return LayerCall(module, base, method, x, held, module.dtype)
+    params: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
+    options = _options(module, *counterpart.unsupported)
+    unsupported = [name for name, value in options.items() if value is not None and not isinstance(value, tuple | list)]
+    unsupported += [name for name, value in options.items() if isinstance(value, tuple | list) and len(value)]
+    if any(value is not None for value in extras) or unsupported:
+        return f"{base.__name__} with {', '.join(unsupported or list(arguments)[1:])} stays as it is"
+    return LayerCall(module, base, method, x, params, module.dtype)
 
 
 _TRACED_BY = jax.make_user_context()

@@ -15,7 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, inputs_of_products, mark, marked
-from axonn_jax.tensor.parallelize.layouts import WHOLE, LayerPlan, Stored, further_layouts, spec_of
+from axonn_jax.tensor.parallelize.layouts import REPLICATED, LayerPlan, Stored, further_layouts, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.propagate import plan_of, plans_of_calls
 from axonn_jax.tensor.parallelize.transfers import Entry
@@ -35,9 +35,9 @@ class TreeLeaf:
     array: Any
     trained: bool
     """False for state: collections beside one of the name ``params``, as `batch_stats`."""
-    used: P = WHOLE
+    used: P = REPLICATED
     """The layout where it computes."""
-    spec: P = WHOLE
+    spec: P = REPLICATED
     """The layout in which it is kept, over more axes where it is spread."""
     in_layer: bool = False
     """True if a planned layer holds it."""
@@ -88,12 +88,12 @@ class Trace:
         return call.by_rows(self.mesh, BATCH_AXES)
 
     def _mark(self, call: LayerCall) -> Any:
-        def layer(held: dict[str, Any], x: Any) -> Any:
-            again = replace(call, x=x, held=held)
-            return again.run(again.layer)
+        def layer(params: dict[str, Any], x: Any) -> Any:
+            traced_call = replace(call, x=x, params=params)
+            return traced_call.run(traced_call.layer)
 
         self.uses.append(Use(call, call.layer))
-        return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
+        return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.params, call.x)
 
     def entry(self, leaf: TreeLeaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
@@ -111,7 +111,7 @@ class Trace:
         call = marked(eqn)
         if call is not None:
             use = self.uses[call.number]
-            names = sorted(use.call.held)  # as jax flattens them
+            names = sorted(use.call.params)  # as jax flattens them
             if len(origins) == 1 + len(names) and not use.origins:  # more of them in a derivative
                 use.origins.update(zip(names, origins[:-1], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
@@ -143,18 +143,18 @@ def plan_loss(
     origins: Origins = [Origin(index, tuple(range(leaf.array.ndim))) for index, leaf in enumerate(leaves)]
     find_origins(jaxpr, origins + [None] * (len(jaxpr.invars) - len(leaves)), trace.at)
     uses = _by_path(trace.uses, leaves)
-    chosen = choose(uses)
-    overrides = {use.call.key: chosen[path] for path, use in uses.items() if path in chosen}
+    layer_overrides = choose(uses)
+    overrides = {use.call.key: layer_overrides[path] for path, use in uses.items() if path in layer_overrides}
     plans = _plans(mesh, jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
-    leaves = _laid(leaves, jaxpr, _layouts(trace.uses, plans, leaves), chosen, mesh)
+    leaves = _with_layouts(leaves, jaxpr, _layouts(trace.uses, plans, leaves), layer_overrides, mesh)
     entries: dict[str, Entry] = {}
     for leaf in leaves:
         entry = entries.setdefault(leaf.owner, trace.entry(leaf, uses.get(leaf.owner), plans))
         if leaf.spec != leaf.used:
             plan = replace(entry.plan, spread=(*entry.plan.spread, (leaf.param, leaf.spec)))
             entry = replace(entry, plan=plan)
-        laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, leaf.spec))
-        entries[leaf.owner] = replace(entry, params={**entry.params, leaf.param: laid})
+        abstract = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, leaf.spec))
+        entries[leaf.owner] = replace(entry, params={**entry.params, leaf.param: abstract})
     return plans, leaves, tuple(entries.values())
 
 
@@ -174,15 +174,15 @@ def _by_path(uses: Sequence[Use], leaves: Sequence[TreeLeaf]) -> dict[str, Use]:
         if use.leaf is not None:
             by_path.setdefault(leaves[use.leaf].owner, use)
     keys = {use.call.key for use in by_path.values()}
-    others = {".".join(use.call.module.path): use for use in uses if use.call.key not in keys}
-    return others | by_path
+    by_module = {".".join(use.call.module.path): use for use in uses if use.call.key not in keys}
+    return by_module | by_path
 
 
 def _check_scalar(result: Any) -> None:
     value = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        given = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", result)
-        raise UserError("loss", f"a function that returns {given}", "one that returns a scalar, or (scalar, aux)")
+        returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", result)
+        raise UserError("loss", f"a function that returns {returned}", "one that returns a scalar, or (scalar, aux)")
 
 
 def _plans(
@@ -191,8 +191,8 @@ def _plans(
     """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
     calls = [(use.call.key, use.layer) for use in uses]
     plans = plans_of_calls(mesh, jaxpr, trained, calls, overrides, [use.times for use in uses])
-    others = {key: plan_of(mesh, layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
-    return {use.call.key: replace((plans | others)[use.call.key], kind=use.call.base.__name__) for use in uses}
+    unreached = {key: plan_of(mesh, layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
+    return {use.call.key: replace((plans | unreached)[use.call.key], kind=use.call.base.__name__) for use in uses}
 
 
 def _layouts(
@@ -206,32 +206,36 @@ def _layouts(
         for name, origin in use.origins.items():
             if plan.sharded and origin is not None and origin.index not in layouts:
                 stacked = leaves[origin.index].array.shape
-                dims = _dims(origin, stacked, use.call.held[name].shape)
+                dims = _dims(origin, stacked, use.call.params[name].shape)
                 split = ((dim, axes) for dim, axes in zip(dims, plan.spec(name), strict=False) if dim is not None)
                 first = 1 + max((dim for dim in range(len(stacked)) if dim not in dims), default=-1)
                 layouts[origin.index] = (spec_of(len(stacked), *split), first)
     return layouts
 
 
-def _laid(
-    leaves: Sequence[TreeLeaf], jaxpr: Any, held: Mapping[int, tuple[P, int]], chosen: Mapping[str, str], mesh: Mesh
+def _with_layouts(
+    leaves: Sequence[TreeLeaf],
+    jaxpr: Any,
+    layer_layouts: Mapping[int, tuple[P, int]],
+    overrides: Mapping[str, str],
+    mesh: Mesh,
 ) -> list[TreeLeaf]:
-    """The leaves with their layouts, of which layers have chosen those `held`."""
+    """The leaves with their layouts, of which layers determine those in `layer_layouts`."""
     stored = {}
     for index, leaf in enumerate(leaves):
-        free = leaf.trained and chosen.get(leaf.owner) != "replicated"
+        free = leaf.trained and overrides.get(leaf.owner) != "replicated"
         size = leaf.array.size * leaf.array.dtype.itemsize
-        stored[index] = Stored(leaf.array.shape, size, *held.get(index, (P(), 0)), free)
-    further = further_layouts({index: each for index, each in stored.items() if leaves[index].trained}, mesh)
+        stored[index] = Stored(leaf.array.shape, size, *layer_layouts.get(index, (P(), 0)), free)
+    further = further_layouts({index: param for index, param in stored.items() if leaves[index].trained}, mesh)
     read: set[int] = set()
-    each = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
-    inputs_of_products(jaxpr, each, read)
-    laid = []
+    sources = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
+    inputs_of_products(jaxpr, sources, read)
+    planned = []
     for index, leaf in enumerate(leaves):
-        spec, in_layer = further.get(index, stored[index].used), index in held
+        spec, in_layer = further.get(index, stored[index].used), index in layer_layouts
         shared = in_layer and index in read and "z" in spec_axes(spec)
-        laid.append(replace(leaf, used=stored[index].used, spec=spec, in_layer=in_layer, shared=shared))
-    return laid
+        planned.append(replace(leaf, used=stored[index].used, spec=spec, in_layer=in_layer, shared=shared))
+    return planned
 
 
 def _dims(origin: Origin, stacked: Shape, shape: Shape) -> tuple[int | None, ...]:

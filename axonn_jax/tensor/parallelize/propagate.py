@@ -57,14 +57,14 @@ def _grouped(
 ) -> LayerPlan:
     """Return the plan of features in groups that do not mix, in a norm each by itself: whole groups on a device."""
     mesh, specs = unsplit.mesh, [(name, P(axis)) for name in of.names]
-    size, groups, whose, what = of.features[0], of.features[0], "it normalises", "features"
+    size, groups, whose, noun = of.features[0], of.features[0], "it normalises", "features"
     if isinstance(of, Kernel):
-        size, groups, whose, what = of.ins[0].size, of.groups, "of its groups", "groups"
+        size, groups, whose, noun = of.ins[0].size, of.groups, "of its groups", "groups"
         specs = [(of.name, spec_of(len(of.shape), (of.outs[0].kernel, axis))), ("bias", P(axis))]
     if not forced and (arrives is None or not arrives.last or arrives.size != size):
         return replace(unsplit, note=f"the features {whose} are not split where it stands")
     if groups % mesh.shape[axis]:
-        return replace(unsplit, note=_uneven(what, groups, axis, mesh.shape[axis]))
+        return replace(unsplit, note=_uneven(noun, groups, axis, mesh.shape[axis]))
     return replace(unsplit, sharded=True, in_axis=axis, out_axis=axis, specs=tuple(specs))
 
 
@@ -122,8 +122,8 @@ def _leaves(plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__c
     return ActivationSplit(plan.out_axis, plan.sides[1].size, plan.sides[1].activation == -1)
 
 
-def _uneven(what: str, size: int, axis: str, parts: int) -> str:
-    return f"{what} {size} does not divide by {axis} = {parts}"
+def _uneven(noun: str, size: int, axis: str, parts: int) -> str:
+    return f"{noun} {size} does not divide by {axis} = {parts}"
 
 
 _BRANCHES = (
@@ -143,7 +143,7 @@ def _side_by_side(first: str, second: str) -> bool:
 
 
 def plans_by_order(
-    mesh: Mesh, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
+    mesh: Mesh, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], fixed: dict[str, LayerPlan]
 ) -> dict[str, LayerPlan]:
     """Return a plan for each layer, in order; `known` plans are kept.
 
@@ -152,13 +152,13 @@ def plans_by_order(
     """
     plans: dict[str, LayerPlan] = {}
     split: ActivationSplit | None = None
-    before = ("", split)
+    previous = ("", split)
     for path, layer in layers:
-        arrives = before[1] if before[0] and _side_by_side(before[0], path) else split
-        plan = known.get(path) or plan_of(mesh, layer, arrives, overrides.get(path))
+        arrives = previous[1] if previous[0] and _side_by_side(previous[0], path) else split
+        plan = fixed.get(path) or plan_of(mesh, layer, arrives, overrides.get(path))
         plans[path] = plan
         if plan.sharded:
-            before = (path, arrives)
+            previous = (path, arrives)
             split = _leaves(plan, arrives)
     return plans
 
@@ -185,8 +185,8 @@ def plans_by_flow(
         setattr(layer, _INDEX, index)
         layer.__class__ = _probe(type(layer))
     graphdef, state = nnx.split(model)
-    params, rest = nnx.split_state(state, nnx.Param, ...)
-    jaxpr = jax.make_jaxpr(lambda *state: jax.tree.leaves(call(nnx.merge(graphdef, *state))))(params, rest).jaxpr
+    params, other_state = nnx.split_state(state, nnx.Param, ...)
+    jaxpr = jax.make_jaxpr(lambda *state: jax.tree.leaves(call(nnx.merge(graphdef, *state))))(params, other_state).jaxpr
     check_grouped(jaxpr, mesh, MARK)
     for layer, kind in zip(layers.values(), kinds, strict=True):
         layer.__class__ = kind
@@ -215,12 +215,12 @@ def plans_of_calls(
         # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
         rows = call.shape[0] if len(call.shape) > 1 else 1
         runs = times[call.number] if times else math.prod(plan.stack)
-        one = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
-        plans[key] = replace(plan, calls=(*(plan.calls or ()), one))
+        sizes = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
+        plans[key] = replace(plan, calls=(*(plan.calls or ()), sizes))
         return _leaves(plan, x.split, call.entry)
 
-    others = [Activation()] * (len(jaxpr.invars) - len(trained))
-    follow_layouts(jaxpr, [*(Activation(None, each) for each in trained), *others], at_layer)
+    untrained = [Activation()] * (len(jaxpr.invars) - len(trained))
+    follow_layouts(jaxpr, [*(Activation(None, has_grad) for has_grad in trained), *untrained], at_layer)
     return plans
 
 

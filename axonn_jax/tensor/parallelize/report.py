@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axonn_jax.errors import typed_arguments
-from axonn_jax.tensor.parallelize.api import modules, own_variables
+from axonn_jax.tensor.parallelize.api import direct_variables, modules
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
 from axonn_jax.tensor.parallelize.transfers import Entry, Transfer
@@ -48,14 +48,14 @@ class ShardingReport:
         return _by_axes(transfer for entry in self.entries for transfer in entry.transfers)
 
     def __str__(self) -> str:
-        known = any(entry.plan.calls for entry in self.entries)
-        unit = "B a call, ring" if known else "B a row and its weights, ring; pass call= for a call's"
+        has_calls = any(entry.plan.calls for entry in self.entries)
+        unit = "B a call, ring" if has_calls else "B a row and its weights, ring; pass call= for a call's"
         head = ("layer", "type", "roles", "B a device", "of B", f"forward ({unit})", "backward")
         lines = table(head, [_row(entry) for entry in self.entries], left=range(len(head)))
         lines += [f"{e.path}: {e.reason}" for e in self.entries if e.reason]
         sent = ", ".join(f"{axes} {count:,} B" for axes, count in self.traffic.items()) or "nothing"
-        held = f"{self.device_bytes:,} of {self.bytes:,} B a device, {self.over_ideal:.2f} of an equal part"
-        lines.append(f"parameters: {held}, {self.whole:,} B whole; a device sends {sent}")
+        summary = f"{self.device_bytes:,} of {self.bytes:,} B a device, {self.over_ideal:.2f} of an equal part"
+        lines.append(f"parameters: {summary}, {self.whole:,} B whole; a device sends {sent}")
         return "\n".join(lines)
 
 
@@ -67,8 +67,8 @@ def _by_axes(transfers: Iterable[Transfer]) -> dict[str, int]:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    each = (_by_axes(t for t in entry.transfers if t.backward == backward) for backward in (False, True))
-    sums = (" ".join(f"{axes} {count:,}" for axes, count in sent.items()) or "-" for sent in each)
+    directions = (_by_axes(t for t in entry.transfers if t.backward == backward) for backward in (False, True))
+    sums = (" ".join(f"{axes} {count:,}" for axes, count in sent.items()) or "-" for sent in directions)
     return (entry.path, entry.plan.kind, entry.roles, f"{entry.device_bytes:,}", f"{entry.bytes:,}", *sums)
 
 
@@ -90,7 +90,7 @@ def _entries(model: nnx.Module) -> Iterator[Entry]:
         plan: LayerPlan | None = getattr(module, PLAN, None)
         if plan is None:
             continue
-        held = {name: variable.get_raw_value() for name, variable in own_variables(module).items()}
-        arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
+        values = {name: variable.get_raw_value() for name, variable in direct_variables(module).items()}
+        arrays = {name: v for name, v in values.items() if hasattr(v, "sharding") and hasattr(v, "dtype")}
         dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
         yield Entry(path or "(model)", plan, arrays, dtype)

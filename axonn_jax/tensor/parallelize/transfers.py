@@ -30,9 +30,9 @@ Sent = tuple[str, tuple[str, ...], bool, int]
 """The first four of a `Transfer`, with axes of size one too."""
 
 
-def _more(plan: LayerPlan, name: str, kept: P) -> tuple[str, ...]:
+def _more(plan: LayerPlan, name: str, stored: P) -> tuple[str, ...]:
     """The axes over which a parameter is gathered where the layer begins to compute."""
-    return tuple(sorted(spec_axes(kept) - spec_axes(plan.spec(name))))
+    return tuple(sorted(spec_axes(stored) - spec_axes(plan.spec(name))))
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Entry:
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """Collectives of the layer in a training call, forward and backward."""
-        made = []
+        transfers = []
         for kind, axes, backward, buffer in self._sent():
             over = tuple(axis for axis in axes if self.plan.mesh.shape[axis] > 1)
             group, times = self.plan.size(*over), 2 if kind == "all-reduce" else 1
             if sent := times * (group - 1) * buffer // group:
-                made.append(Transfer(kind, over, backward, buffer, sent))
-        return tuple(made)
+                transfers.append(Transfer(kind, over, backward, buffer, sent))
+        return tuple(transfers)
 
     def _sent(self) -> Iterator[Sent]:
         plan, of = self.plan, self.plan.of
@@ -98,10 +98,10 @@ class Entry:
             if call.input_grad:
                 yield "all-gather", ("z",), True, self._gathered(kernel)
             yield "reduce-scatter", ("z",), True, self._gathered(kernel)
-        alone = in_axis == out_axis  # groups of features that do not mix, or none split
-        if in_axis is not None and not alone:
+        independent = in_axis == out_axis  # groups of features that do not mix, or none split
+        if in_axis is not None and not independent:
             yield "all-reduce", (in_axis,), False, y_size // plan.size(out_axis) * itemsize
-        if out_axis is not None and not alone and call.input_grad:
+        if out_axis is not None and not independent and call.input_grad:
             yield "all-reduce", (out_axis,), True, x_size // plan.size(in_axis) * itemsize
         for name in self.params if split else ():  # else every device of data and z has the whole gradient
             axes = plan.replica_axes if name == kernel.name and plan.z_dim is not None else plan.row_axes
@@ -132,9 +132,9 @@ class Entry:
     def reason(self) -> str:
         """Why some of it is whole or left to the compiler, and what becomes of that; ``""`` if nothing is."""
         spread = [f"{name} over {', '.join(_more(self.plan, name, spec))}" for name, spec in self.plan.spread]
-        kept = f"kept {'; '.join(spread)}, and gathered by the compiler" if spread else ""
-        whole = f"{self.whole:,} B whole" if self.whole else ""
-        return "; ".join(filter(None, (self.plan.note, kept, whole)))
+        stored = f"kept {'; '.join(spread)}, and gathered by the compiler" if spread else ""
+        replicated = f"{self.whole:,} B whole" if self.whole else ""
+        return "; ".join(filter(None, (self.plan.note, stored, replicated)))
 
     @property
     def roles(self) -> str:
