@@ -1,4 +1,4 @@
-"""Flax NNX models on a 4D grid: their layers become sharded ones, everything else stays unchanged."""
+"""Parallelization of Flax NNX models: layers become 4D-sharded, everything else stays unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,39 +34,40 @@ def parallelize(
     call: Callable[[Model], Any] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Model:
-    """Return a copy of a Flax NNX model whose layers run 4D-sharded over the grid, with its parameters placed on it.
+    """Return a copy of a Flax NNX model whose layers run 4D-sharded, with its parameters laid out on the grid.
 
-    Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
-    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
-    (alone or inside MultiHeadAttention and modules of your own) are split over the axes of the grid, with explicit
-    collectives, as are types derived from these that call `super().__call__`, and stacks by `nnx.vmap`. Other modules
-    stay, their parameters spread over the devices, for the compiler to gather. `sharding_report` lists all, with
-    reasons and bytes. Nothing is communicated but parameters on their way to their devices.
+    The model keeps its type, attributes, parameter names and results, and works with `nnx.jit`, `nnx.value_and_grad`,
+    `nnx.Optimizer`, `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed,
+    LayerNorm and RMSNorm (standalone, or inside MultiHeadAttention and your own modules) are split over the grid's axes
+    with explicit collectives, as are derived types that call `super().__call__`, and stacks made by `nnx.vmap`. Other
+    modules stay unchanged; their parameters are spread over the devices, and the compiler gathers them.
+    `sharding_report` lists every layer with reasons and bytes. Only moving parameters to their devices communicates.
 
     Args:
-        model: The model, or a function that makes it: each device then makes its own part of every parameter, and no
-            device holds one whole. It must make its `nnx.Rngs` too.
-        grid: The grid of devices, without a pipeline; with one device the model itself is returned.
-        call: A call of the model, as ``lambda m: m(tokens)``; it is traced, not run, to learn the order of the layers.
-            Default: roles of `x` and `y` alternate in the order in which layers were defined.
+        model: The model, or a function that builds it. With a function, each device creates only its part of every
+            parameter, and no device ever holds a full one; the function must create its `nnx.Rngs` as well.
+        grid: The grid of devices, without a pipeline; with a single device the model itself is returned.
+        call: A call of the model, such as ``lambda m: m(tokens)``, traced but not run, to learn the order of the
+            layers. By default the roles of `x` and `y` alternate in the order in which the layers were defined.
         overrides: Map from path patterns (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or
-            "y" (for an embedding or a norm: the axis of its features); the last pattern that matches counts.
+            "y" (for an embedding or a norm: the axis of its features); the last matching pattern wins.
 
     Raises:
-        UserError: The model is no NNX module, the grid has a pipeline, an override matches nothing, or XLA would make
-            wrong gradients of a grouped `jax.lax` convolution between layers (seen with `call` alone).
+        UserError: The model is not an NNX module, the grid has a pipeline, an override matches nothing, or the code
+            between layers has a grouped `jax.lax` convolution whose gradient XLA computes wrong (detected only with
+            `call`).
     """
     source: Any = model
     if not (isfunction(source) or isinstance(source, partial)):
         return _parallelized(source, grid, call, overrides or {})
-    with without_mesh():  # axes that the model's author names are not the grid's
+    with without_mesh():  # sharding annotations in the model name the author's mesh axes, not the grid's
         abstract: Any = nnx.eval_shape(source)
     split: Any = _parallelized(abstract, grid, call, overrides or {})
     return source() if split is abstract else nnx.merge(nnx.graphdef(split), birth(source, split)())
 
 
 def birth(make: Callable[[], nnx.Module], split: nnx.Module) -> Any:
-    """Return a jitted function that makes a model's state, each array in the layout that it has in `split`."""
+    """Return a jitted function that creates a model's state, with each array in the layout it has in `split`."""
     layouts = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(split))
     return jax.jit(lambda: nnx.state(make()), out_shardings=layouts)
 
@@ -80,9 +81,11 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
     layer_overrides = choose_overrides(overrides, layers)
     traced: dict[str, LayerPlan] = {}
     if call is not None:
+        # Trace a clone: tracing replaces the types of its layers by probes.
         probe = nnx.clone(model)
         by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
         traced = plans_by_flow(grid.mesh, probe, _same(probe, layers), layer_overrides, partial(_called, call))
+    # Without a trace only the source code tells whether a derived type's `__call__` reaches Flax's.
     overridden = {
         path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
         for path, layer in layers.items()
@@ -98,7 +101,6 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
 
 
 def _called(call: Callable[[Model], Any], model: Model) -> Any:
-    """Call a user's function of a model; raise ``UserError`` for one that does not go with it."""
     try:
         return call(model)
     except UserError:
@@ -114,7 +116,10 @@ _STRANGE = "a {} has a __call__ of its own, which does not come to that of the l
 def _spread(
     plans: Mapping[str, LayerPlan], members: Mapping[str, nnx.Module], overrides: Mapping[str, str], mesh: Mesh
 ) -> dict[str, LayerPlan]:
-    """The plans with parameters that they leave whole split where they are kept, but for small ones."""
+    """Return the plans with storage layouts that also split the parameters a layer computes with unsplit.
+
+    Small parameters stay replicated.
+    """
     params = {}
     for path, plan in plans.items():
         for name, variable in direct_variables(members[path]).items():
@@ -146,7 +151,15 @@ def _check(model: Any, grid: Grid) -> None:
 
 
 def choose_overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the override of each layer that has one."""
+    """Resolve patterns to the override of each layer that has one, by path.
+
+    Args:
+        patterns: Map from path patterns to overrides; the last matching pattern wins.
+        layers: Layers that can be split, by path.
+
+    Raises:
+        UserError: A value is not a known override, or a pattern matches no layer.
+    """
     resolved = {}
     for pattern, value in patterns.items():
         field = f"overrides[{pattern!r}]"
@@ -161,19 +174,19 @@ def choose_overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> 
 
 
 def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
-    """The modules of a copy at the given paths."""
     members = modules(model)
     return {path: members[path] for path in paths}
 
 
 def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
-    """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
+    """Return a copy of the model with sharded layer types and every variable laid out on the mesh."""
     copy = nnx.clone(model)
     layouts: dict[int, P] = {}
     for path, module in _same(copy, plans).items():
         plan = plans[path]
         setattr(module, PLAN, plan)
         for name, variable in direct_variables(module).items():
+            # A variable shared by several layers takes the layout of the first.
             layouts.setdefault(id(variable), plan.stored_spec(name))
         if plan.sharded:
             module.__class__ = sharded(type(module))
@@ -193,13 +206,13 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
 
 
 def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Change the axes that split rows in every layer of a parallelized model, and leave recomputation to the program.
+    """Set the axes that split rows in every layer of a parallelized model, and leave recomputation to the program.
 
-    A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls the model with one
-    replica's rows, which lie over ``("z",)``: jax then splits the regions of all layers over `data`.
+    A program that maps over replicas itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls the model with one
+    replica's rows, which are split over ``("z",)``; jax then splits the manual regions of all layers over `data`.
 
     Args:
-        model: The parallelized model, changed in place; parameters stay where they lie.
+        model: The parallelized model, changed in place; its parameters do not move.
         axes: The axes, slowest first.
     """
     for module in modules(model).values():
@@ -211,24 +224,24 @@ def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
 
 
 def as_flax(model: nnx.Module) -> None:
-    """Give the layers of a parallelized model the types that they had, for XLA to split what they compute.
+    """Restore the original layer types of a parallelized model, so that XLA partitions their computation.
 
     Args:
-        model: The parallelized model, changed in place; parameters stay where they lie.
+        model: The parallelized model, changed in place; its parameters do not move.
     """
     for module in modules(model).values():
         plan, convolve = getattr(module, PLAN, None), getattr(module, "conv_general_dilated", None)
         if plan is not None and plan.sharded:
-            module.__class__ = type(module).__bases__[0]  # of which `sharded` made it
+            module.__class__ = type(module).__bases__[0]  # the type that `sharded` derived it from
         if isinstance(convolve, ByRows):
             module.conv_general_dilated = convolve.convolve  # type: ignore[attr-defined]
 
 
 def gather_spread(model: nnx.Module) -> None:
-    """Gather the parameters of a parallelized model that are spread, with `layouts.gather_param`.
+    """Gather a parallelized model's spread parameters to the layouts they compute in (`layouts.gather_param`).
 
     Args:
-        model: The model, inside a traced function that may change it, before it is called.
+        model: The model, changed in place; call this inside a traced function, before the model runs.
     """
     for module in modules(model).values():
         plan: LayerPlan | None = getattr(module, PLAN, None)
@@ -238,14 +251,14 @@ def gather_spread(model: nnx.Module) -> None:
 
 
 def put(value: Any, sharding: NamedSharding) -> Any:
-    """Return the value laid out in new memory: a step of the copy may donate it and leave the original intact."""
-    if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
+    """Copy a value into new memory in a layout, so that donating the copy leaves the original intact."""
+    if isinstance(value, jax.ShapeDtypeStruct):  # from nnx.eval_shape: there is no data to copy
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     return copied(value, sharding)
 
 
 def modules(model: nnx.Module) -> dict[str, nnx.Module]:
-    """Return every module in the model by dotted path, each once, attributes in the order they were first set."""
+    """Return every distinct module in the model by dotted path, with attributes in the order they were first set."""
     members: dict[str, nnx.Module] = {}
     seen: set[int] = set()
     for path, module in _walk(model, ()):
@@ -270,6 +283,6 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def direct_variables(module: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """The variables a module holds itself, not through another module; those of random streams left out."""
+    """Return a module's direct variables, without those of its submodules and of random streams."""
     values = vars(module).items()
     return {n: v for n, v in values if isinstance(v, nnx.Variable) and not isinstance(v, nnx.RngState)}

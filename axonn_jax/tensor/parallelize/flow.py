@@ -1,4 +1,4 @@
-"""Flow through a traced program: activations' layouts from layer to layer, parameters to the layers that use them."""
+"""Dataflow analyses of a traced program: activation layouts between layers, and origins of the layers' parameters."""
 
 import math
 from collections.abc import Callable
@@ -12,44 +12,52 @@ from axonn_jax.backend.jaxprs import bodies, follow, same_body, scan_sizes
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit
 
 MARK = "axonn_layer"
-"""Beginning of the name of an equation that is one call of a layer."""
+"""Prefix of the name of an equation that stands for one call of a layer."""
 
 Shape = tuple[int, ...]
 
 
 class Activation(NamedTuple):
-    """Knowledge of an activation."""
+    """What the analysis knows about an activation."""
 
     split: ActivationSplit | None = None
     trained: bool = False
-    """True if it depends on a parameter in a way that has a gradient."""
+    """True if it depends differentiably on a parameter."""
 
 
 AtLayer = Callable[["Marked", int, Activation], ActivationSplit | None]
-"""The layout that leaves a layer: for its call, the size of its output, and the input."""
+"""Returns the layout of a layer's output, given the call, the number of elements in its output, and its input."""
 
 
 class Marked(NamedTuple):
-    """Call of a layer."""
+    """Call of a layer, as encoded in its equation's name."""
 
     number: int
     entry: str
     shape: Shape
-    """The input's."""
+    """Shape of the input."""
 
 
 def mark(call: Callable[..., Any], number: int, method: str, x: jax.Array) -> Callable[..., Any]:
-    """Return a function that is traced as one equation, named after the call of a layer on `x`, its last argument."""
+    """Return a function that traces to a single equation, whose name encodes a layer's call.
+
+    Args:
+        call: The function to trace; its last argument is the layer's input.
+        number: Index of the call.
+        method: Name of the layer's method.
+        x: Input of the layer, for its shape.
+    """
 
     def layer(*args: Any) -> Any:
         return call(*args)
 
+    # jax keeps the name of a jitted function in its equation, also in a derivative.
     layer.__name__ = f"{MARK}:{number}:{method}:{','.join(map(str, x.shape))}"
     return jax.jit(layer)
 
 
 def marked(eqn: Any) -> Marked | None:
-    """Return the call of a layer that an equation is."""
+    """Return the layer's call for which an equation stands; None for any other equation."""
     first, *fields = str(eqn.params.get("name", "")).split(":")
     if first != MARK:
         return None
@@ -58,21 +66,32 @@ def marked(eqn: Any) -> Marked | None:
 
 
 def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer) -> list[Activation]:
-    """Carry layouts through a jaxpr's equations, from inputs to outputs."""
+    """Propagate layouts from a jaxpr's inputs to its outputs.
+
+    Args:
+        jaxpr: The traced program.
+        activations: What is known about each input.
+        at_layer: Decides the layout of each layer's output.
+
+    Returns:
+        What is known about each output.
+    """
 
     def through(eqn: Any, arrive: list[Activation]) -> list[Activation]:
+        # Where two activations meet, as in a residual sum, the first known layout counts.
         split = next((activation.split for activation in arrive if activation.split is not None), None)
         trained = any(activation.trained for activation in arrive) and eqn.primitive.name != "stop_gradient"
         leave = [Activation(split, trained)] * len(eqn.outvars)
         layer, inner = marked(eqn), same_body(eqn)
         if layer is not None:
-            if eqn.outvars:  # else nothing uses the result
+            if eqn.outvars:  # an equation without outputs is one whose result nothing uses
                 out_size = math.prod(eqn.outvars[0].aval.shape)
                 split = at_layer(layer, out_size, Activation(split, arrive[-1].trained))
                 leave = [Activation(split, trained)] * len(eqn.outvars)
         elif inner is not None:
             leave = follow_layouts(inner, _scan_inputs(eqn, inner, arrive), at_layer)
-        elif eqn.primitive.name == "cond":  # branches give values of one shape
+        elif eqn.primitive.name == "cond":
+            # The first operand is the predicate. All branches agree in shapes, so any one's layout will do.
             branches = [follow_layouts(branch, arrive[1:], at_layer) for branch in bodies(eqn)]
             leave = [Activation(outs[-1].split, any(a.trained for a in outs)) for outs in zip(*branches, strict=True)]
         pairs = zip(eqn.outvars, leave, strict=True)
@@ -86,10 +105,11 @@ def _has_gradient(var: Any) -> bool:
 
 
 def _scan_inputs(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]:
-    """The inputs of a scan's body in any of its runs: trained if they are so in one."""
+    """Return the body's inputs; an input counts as trained if any iteration trains it."""
     if eqn.primitive.name != "scan":
         return arrive
     first, count = scan_sizes(eqn, inner)
+    # Iterate to a fixed point: `trained` only ever turns from False to True, so this ends.
     while True:
         leave = follow_layouts(inner, arrive, lambda call, out_size, x: x.split)
         carry = zip(arrive[first : first + count], leave[:count], strict=True)
@@ -101,23 +121,32 @@ def _scan_inputs(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activat
 
 @dataclass(frozen=True)
 class Origin:
-    """Input of a trace from which a value came, element by element."""
+    """Input of a trace that a value was taken from element by element."""
 
     index: int
-    """Number of the input."""
+    """Index of the input."""
     dims: tuple[int | None, ...]
-    """For each dim of the value the input's dim; None for a dim of another size."""
+    """The input's dim behind each dim of the value; None where the size differs."""
     times: int = 1
-    """Parts of the input that come by here, one after the other."""
+    """Number of slices of the input that pass through here in turn."""
 
 
 Origins = list[Origin | None]
 
 
 def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]) -> Origins:
-    """Carry origins through a jaxpr's equations, show each equation with its inputs' ones to `at`, return the results'.
+    """Propagate origins from a jaxpr's inputs to its outputs.
 
-    Followed are transposes, a scan over a stack, indexing into one, and what keeps a value's dims (casts, scaling).
+    Origins survive transposes, scans over a stack, indexing into a stack, and operations that keep a value's dims
+    (casts, scaling).
+
+    Args:
+        jaxpr: The traced program.
+        arrive: Origin of each input, or None.
+        at: Called with each equation and the origins of its inputs.
+
+    Returns:
+        Origin of each output, or None.
     """
 
     def through(eqn: Any, inputs: Origins) -> Origins:
@@ -142,7 +171,6 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
 
 
 def _slice_origin(origin: Origin | None, length: int) -> Origin | None:
-    """The origin of a slice along the first dim."""
     return None if origin is None else Origin(origin.index, origin.dims[1:], origin.times * length)
 
 
@@ -163,9 +191,15 @@ _PARTS = ("slice", "dynamic_slice", "squeeze")
 
 
 def inputs_of_products(jaxpr: Any, arrive: list[frozenset[int]], read: set[int]) -> list[frozenset[int]]:
-    """Add to `read` the inputs of which a product outside of layers and manual regions takes an operand.
+    """Collect the inputs that a matmul-like operation outside layers and manual regions reads.
 
-    `arrive` has for each variable the inputs that it is made of, the result for each output.
+    Args:
+        jaxpr: The traced program.
+        arrive: Indices of the inputs from which each of the jaxpr's variables is computed.
+        read: The set to which indices are added.
+
+    Returns:
+        Indices of the inputs from which each output is computed.
     """
     nothing = frozenset[int]()
 
@@ -178,11 +212,12 @@ def inputs_of_products(jaxpr: Any, arrive: list[frozenset[int]], read: set[int])
             return [nothing] * len(eqn.outvars)
         if inner is not None:
             return inputs_of_products(inner, inputs, read)
-        for body in inside:  # branches, or a loop
+        # Operands of branches and loops do not map one to one to the body's inputs: assume that each may be any.
+        for body in inside:
             inputs_of_products(body, [every] * len(body.invars), read)
         if inside:
             return [every] * len(eqn.outvars)
-        # A result that is smaller, but for a part, is a sum or the like.
+        # A result smaller than an operand is a reduction of it, not the parameter itself, unless it is a slice.
         parts = eqn.primitive.name in _PARTS
         operands = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
         return [

@@ -1,4 +1,4 @@
-"""Types with a sharded form, Flax's layers and types derived from them, and the dims in which a layer can be split."""
+"""Layer types with a sharded form, and descriptions of the dims along which a layer can be split."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -15,20 +15,21 @@ BASES: tuple[type[nnx.Module], ...] = (
 """Flax's layers with a sharded form."""
 
 CALLS = ("__call__", "attend")
-"""Methods of layers that have a sharded form; a derived type may wrap them, as `super().__call__(x) * 2`."""
+"""Methods of layers that have a sharded form; a derived type may wrap them, as in `super().__call__(x) * 2`."""
 
+# Overriding these changes what reading a parameter returns, so unlike other dunder methods they matter.
 _ACCESS = ("__getattribute__", "__setattr__")
 
 
 def base_of(kind: type) -> type[nnx.Module] | None:
-    """Return the Flax layer that a type is or is derived from; None if there is none with a sharded form."""
+    """Return the Flax layer that a type is or derives from; None if it has no sharded form."""
     return next((cls for cls in kind.__mro__ if cls in BASES), None)
 
 
 def changed(kind: type, base: type) -> str:
-    """Return the first attribute of a layer that a derived type has of its own, ``""`` if only `CALLS` and `__init__`.
+    """Return the first attribute of the base that a derived type overrides besides `CALLS` and `__init__`; "" if none.
 
-    The sharded layer runs the base's code with the layer's attributes, and takes the place of the base for `super()`.
+    Overrides matter because the sharded layer runs the base's code with the layer's attributes.
     """
     for cls in _between(kind, base):
         for name in vars(cls):
@@ -39,12 +40,12 @@ def changed(kind: type, base: type) -> str:
 
 
 def overrides_call(kind: type) -> bool:
-    """True if a type derived from a layer has a `__call__` of its own."""
+    """True if a type derived from a Flax layer overrides `__call__`."""
     return kind.__call__ is not base_of(kind).__call__  # type: ignore[union-attr, operator]
 
 
 def wraps(kind: type) -> bool:
-    """True if every `__call__` of a derived type has a `super()` in its code."""
+    """True if every `__call__` that a derived type defines mentions `super` in its code."""
     for cls in _between(kind, base_of(kind)):
         call = vars(cls).get("__call__")
         if call is not None and "super" not in getattr(inspect.unwrap(call), "__code__", wraps.__code__).co_names:
@@ -57,16 +58,22 @@ def _between(kind: type, base: type | None) -> tuple[type, ...]:
 
 
 def in_place_of_base(kind: type[nnx.Module], stand_in: type[nnx.Module], prefix: str) -> type[nnx.Module]:
-    """Return a type derived from `kind` whose `super()` comes to `stand_in`, itself derived from the base.
+    """Return a type derived from `kind` in which `super()` resolves to `stand_in` instead of the Flax layer.
 
-    Of a layer of Flax's own it is `stand_in` itself.
+    For a Flax layer itself, that is `stand_in`.
+
+    Args:
+        kind: A Flax layer, or a type derived from one.
+        stand_in: Type derived from that Flax layer.
+        prefix: Prefix of the new type's name.
     """
+    # Python's method resolution order puts `stand_in` between `kind` and the Flax layer that both derive from.
     return stand_in if kind in BASES else type(f"{prefix}{kind.__name__}", (kind, stand_in), {})
 
 
 @dataclass(frozen=True)
 class Side:
-    """Splittable dim of the kernel, and the activation's dim split with it."""
+    """Splittable dim of a kernel, and the dim of the activation that is split along with it."""
 
     kernel: int
     activation: int
@@ -75,42 +82,43 @@ class Side:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A layer with one weight: candidates for the input's and the output's split dim, the best first."""
+    """Layer with a single weight, with candidates for the split dims of its input and output, best first."""
 
     name: str
     shape: tuple[int, ...]
     ins: tuple[Side, ...]
     outs: tuple[Side, ...]
     features: tuple[int, int]
-    """Elements a row of the input and of the output has."""
+    """Elements per row of the input and of the output."""
     bias: tuple[int, ...] | None = None
-    """The output's dims of the bias's dims."""
+    """Dim of the output that each dim of the bias corresponds to; None for a type of layer that has no bias."""
     rows: tuple[int, int] | None = (0, 0)
+    """Batch dim of the input and of the output; None if the layer has none."""
     rank: int = 0
-    """Dims of the output less dims of the input."""
+    """Number of the output's dims minus the input's."""
     groups: int = 1
-    """Independent groups of features, in order: a shard of whole groups needs no other shard."""
+    """Independent groups of features, in order; a shard of complete groups needs no other shard."""
     stack: tuple[int, ...] = ()
-    """Sizes of the dims that `nnx.vmap` put in front, of a layer that `nnx.scan` or `nnx.vmap` calls entry by entry."""
+    """Sizes of the leading dims added by `nnx.vmap`, for a layer that `nnx.scan` or `nnx.vmap` calls per entry."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that every such layer has."""
+        """Names of the parameters that are always present."""
         return (self.name,)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Norm over the last dim; each parameter has the length of the features."""
+    """Norm over the last dim, whose parameters all have one element per feature."""
 
     size: int
     names: tuple[str, ...]
     stack: tuple[int, ...] = ()
-    """Sizes of the dims that `nnx.vmap` put in front of every parameter's own."""
+    """Sizes of the leading dims that `nnx.vmap` added to every parameter."""
 
     @property
     def features(self) -> tuple[int, int]:
-        """Elements a row of the input and of the output has."""
+        """Elements per row of the input and of the output."""
         return self.size, self.size
 
 
@@ -118,7 +126,7 @@ Described = TypeVar("Described", Kernel, Norm)
 
 
 def describe(layer: Any) -> Kernel | Norm | str:
-    """Return the splittable kernel or norm of a layer, or one line with the reason for none."""
+    """Return a layer's splittable kernel or norm, or a one-line reason why it has none."""
     kind = type(layer)
     base = base_of(kind)
     if base is None:
@@ -132,6 +140,7 @@ def describe(layer: Any) -> Kernel | Norm | str:
         return _described(layer, base)
     if name := changed(kind, base):
         return f"a {kind.__name__} has {name} of its own and not {base.__name__}'s"
+    # A derived type may have its own constructor and lack attributes that the base's code reads.
     try:
         described = _described(layer, base)
     except AttributeError as error:
@@ -143,7 +152,6 @@ def describe(layer: Any) -> Kernel | Norm | str:
 
 
 def _computes(variable: nnx.Variable[Any]) -> bool:
-    """True if reading a Variable gives anything but what it holds."""
     overridden = type(variable).get_value is not nnx.Variable.get_value
     return overridden or bool(variable.get_metadata().get("on_get_value"))
 
@@ -161,7 +169,7 @@ def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
 
 
 def _stack(layer: Any, described: Described) -> Described | str:
-    """Return the layer as described, with the dims that `nnx.vmap` put in front of every parameter's own."""
+    """Return the description with the leading dims that `nnx.vmap` added to every parameter."""
     entry: tuple[int, ...] = (described.size,) if isinstance(described, Norm) else described.shape
     shapes = {name: tuple(getattr(layer, name).shape) for name in described.names}
     first = next(iter(shapes.values()), entry)
@@ -174,7 +182,7 @@ def _stack(layer: Any, described: Described) -> Described | str:
 
 
 def _not_heads_size(sides: list[Side]) -> tuple[Side, ...]:
-    """All but the last of several dims, as (heads, head_dim), best first: attention sums over the last."""
+    # Of several dims, as in (heads, head_dim), leave out the last one: attention sums over head_dim.
     return tuple(sides[-2::-1] if len(sides) > 1 else sides)
 
 
@@ -182,6 +190,7 @@ def _linear_general(layer: Any) -> Kernel | str:
     if layer.batch_axis:
         return "batch_axis gives every batch entry a kernel of its own"
     n_in, n_out = len(layer.in_features), len(layer.out_features)
+    # Positive axes depend on the input's rank, which is not known before the call.
     if any(axis >= 0 for axis in layer.axis) or sorted(layer.axis) != list(range(-n_in, 0)):
         return f"axis={layer.axis} is not the input's last dims, counted from the end"
     ins, outs = ascii_lowercase[:n_in], ascii_lowercase[n_in : n_in + n_out]
@@ -196,7 +205,7 @@ def _einsum(layer: Any) -> Kernel | str:
 
 
 def _contraction(layer: Any, string: str, shape: tuple[int, ...]) -> Kernel | str:
-    """Return the kernel of a layer that computes an einsum of its input and the kernel."""
+    """Describe a layer that computes an einsum of its input and its kernel."""
     operands, result = string.split("->")
     x, kernel = operands.split(",")
     if "..." in kernel or len(kernel) != len(shape):
@@ -225,7 +234,7 @@ def _contraction(layer: Any, string: str, shape: tuple[int, ...]) -> Kernel | st
 
 
 def _position(labels: str, label: str) -> int:
-    """Return an index's dim: from the front if before an ellipsis or without one, else from the end."""
+    """Return the dim of an index, counted from the front unless it comes after an ellipsis."""
     head, dots, tail = labels.partition("...")
     return head.index(label) if not dots or label in head else tail.index(label) - len(tail)
 

@@ -1,4 +1,4 @@
-"""Flax Linen models on a 4D grid: their loss runs layers 4D-sharded, everything else stays unchanged."""
+"""Parallelization of Flax Linen models: the loss runs its layers 4D-sharded, everything else stays unchanged."""
 
 import inspect
 import re
@@ -26,11 +26,11 @@ from axonn_jax.tensor.params import key_of
 from axonn_jax.tensor.specs import values_of
 
 Loss = Callable[..., Any]
-"""Loss of parameters and a batch, and of a key where it takes three: a scalar, or a scalar and anything else."""
+"""Function of parameters and a batch, and optionally of a key, that returns a scalar or (scalar, aux)."""
 
 
 def takes_key(loss: Loss) -> bool:
-    """True if a loss has a third argument without a default, or of default None: a key, for dropout and the like."""
+    """True if a loss takes a random key: a third positional argument whose default, if any, is None."""
     plain = getattr(loss, "plain", loss)
     arguments = inspect.signature(plain).parameters.values()
     places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -41,16 +41,17 @@ _UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
 
 
 class MappedAxes:
-    """Axes that a loss written for `jax.pmap` names, unbound by trying, each bound with size one.
+    """Binds, with size one, the axes that a loss written for `jax.pmap` names.
 
-    The rows of a batch are one array, of which `lax.pmean` over devices is the mean itself.
+    All rows of a batch are in one array here, so `lax.pmean` over devices is the identity.
     """
 
     def __init__(self) -> None:
+        # Found by trial: each failed trace names one unbound axis.
         self._names: list[str] = []
 
     def call(self, run: Callable[[], Any]) -> Any:
-        """Call a function that may be traced several times; its result must be a tree of arrays."""
+        """Return the result of a function, which must be a tree of arrays; it may be traced several times."""
         while True:
             called = run
             for name in self._names:
@@ -73,27 +74,27 @@ class LinenLoss:
     """Loss of a Linen model, ``loss(params, batch)``, whose layers run 4D-sharded."""
 
     plain: Loss
-    """The function without layouts."""
+    """The loss without layouts."""
     mesh: Mesh
     plans: Mapping[Key, LayerPlan]
     layouts: Any
-    """A tree as the parameters', of `linen_plan.TreeLeaf`."""
+    """Tree of `linen_plan.TreeLeaf` with the structure of the parameters."""
     entries: tuple[Entry, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
-    """The computation's dtype wherever a module names none; None leaves it to the modules."""
+    """Dtype of the computation in modules that set none; None leaves it to the modules."""
     row_axes: tuple[str, ...] = BATCH_AXES
     """Axes that split rows."""
     mapped_axis: str | None = None
-    """Name of an axis that is mapped over around the loss: BatchNorm takes its statistics over that too."""
+    """Name of an axis mapped over around the loss, over which BatchNorm takes its statistics as well."""
 
     @property
     def specs(self) -> Any:
-        """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
+        """Tree of `PartitionSpec` with the structure of the parameters."""
         return jax.tree.map(lambda leaf: leaf.spec, self.layouts)
 
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
-        """Return what the plain function returns."""
+        """Return the result of the plain loss."""
         if self.row_axes:
             params = jax.tree.map(self._without_z, params, self.layouts)
         if self.dtype is not None:
@@ -102,9 +103,9 @@ class LinenLoss:
             return self.plain(params, batch, *key)
 
     def gather_spread(self, params: Any) -> Any:
-        """Return the parameters with those that are spread gathered, by `layouts.gather_param`.
+        """Return the parameters, with spread ones gathered to the layouts they compute in (`layouts.gather_param`).
 
-        For traced functions, before the loss; without it XLA chooses what to move.
+        Call this in a traced function before the loss; otherwise XLA chooses between moving parameters or activations.
         """
 
         def gather(value: jax.Array, leaf: TreeLeaf) -> jax.Array:
@@ -113,29 +114,30 @@ class LinenLoss:
         return jax.tree.map(gather, params, self.layouts)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
-        """Return the loss with rows split over these axes, slowest first, in every layer; it recomputes nothing.
+        """Return the loss with rows split over other axes, and without recomputation.
 
-        A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls it with one
-        replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``. Without axes the loss runs as
-        Flax wrote it, in a manual region over ``mapped_axis``.
+        A program that maps over replicas itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls the result with one
+        replica's rows, which are split over ``("z",)``.
+
+        Args:
+            axes: Axes that split rows, slowest first. Without any, the loss runs as Flax wrote it, in a manual region
+                over `mapped_axis`.
+            mapped_axis: The `axis_name` of the program's map.
         """
         planned = self.plans.items() if axes else ()
         plans = {key: replace(plan, row_axes=axes, regathers=False) for key, plan in planned}
         return replace(self, plans=plans, row_axes=axes, mapped_axis=mapped_axis)
 
     def with_dtype(self, dtype: Any) -> "LinenLoss":
-        """Return the loss that computes in this dtype wherever a module names none.
+        """Return the loss that computes in `dtype` in every module that sets no dtype.
 
-        Layers that are split cast parameters themselves, so that gradients are reduced in the parameters' dtype.
+        Sharded layers cast their parameters themselves, so that gradients are reduced in the parameters' dtype.
         """
         return replace(self, dtype=dtype)
 
     def _without_z(self, value: jax.Array, leaf: TreeLeaf) -> jax.Array:
-        """Gather over `z` what XLA multiplies with.
-
-        XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both
-        dims of `w` are split, one of them over `z` too (jaxlib 0.10.2).
-        """
+        # Products outside of layers are XLA's. It computes `x @ w` wrong on a mesh of data, z, y and x where rows are
+        # split over data and z, and both dims of `w` are split, one of them over z too (jaxlib 0.10.2).
         inside = NamedSharding(self.mesh, without_z(leaf.used))
         return lax.with_sharding_constraint(value, inside) if leaf.shared else value
 
@@ -143,6 +145,7 @@ class LinenLoss:
         return value if leaf.in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
+        # A layer without a sharded plan falls through to Flax's own call.
         if isinstance(call.layer, LayerCall):
             plan = self.plans.get(call.layer.key)
             if plan is not None and plan.sharded:
@@ -160,27 +163,27 @@ class LinenLoss:
 def parallelize_linen(
     loss: Loss, params: Any, grid: Grid, batch: Any, *, overrides: Mapping[str, str] | None = None
 ) -> tuple[LinenLoss, Any]:
-    """Return the loss of a Flax Linen model with layers 4D-sharded over the grid, and its parameters placed on it.
+    """Return a Flax Linen model's loss with its layers 4D-sharded, and its parameters laid out on the grid.
 
     The loss is traced once, not run. Its Dense, DenseGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
-    modules (alone, inside MultiHeadDotProductAttention, `nn.scan`, `nn.remat` and modules of your own) are split over
-    the axes of the grid, with explicit collectives; parameters of other modules are split as well, and gathered by XLA.
-    Results, parameter names and the tree stay. Names of axes (`nn.with_partitioning`, `nn.with_logical_constraint`)
-    count for nothing: layouts are the grid's. `sharding_report` lists all modules.
+    modules (standalone, or inside MultiHeadDotProductAttention, `nn.scan`, `nn.remat` and your own modules) are split
+    over the grid's axes with explicit collectives. Parameters of other modules are split too, and XLA gathers them.
+    Results, parameter names and the tree's structure stay the same. Axis names (`nn.with_partitioning`,
+    `nn.with_logical_constraint`) are ignored: the grid determines all layouts. `sharding_report` lists all modules.
 
     Args:
-        loss: A function ``loss(params, batch)``, or of a key too, that applies Linen modules and returns a scalar, or
-            (scalar, aux).
-        params: The tree of parameters, arrays or shapes, in boxes of `nn.Partitioned` or not.
+        loss: A function ``loss(params, batch)``, optionally with a key as third argument, that applies Linen modules
+            and returns a scalar or (scalar, aux).
+        params: The tree of parameters, arrays or shapes, boxed in `nn.Partitioned` or not.
         grid: The grid of devices, without a pipeline.
-        batch: A batch of a step's shape, arrays or shapes.
-        overrides: Map from patterns of paths in ``params`` (``"params.decoder.*.out"``) to "replicated", or to the axis
-            to contract over, "x" or "y" (for an embedding or a norm: the axis of its features); the last pattern that
-            matches counts.
+        batch: A batch with the shape of a step's, arrays or shapes.
+        overrides: Map from path patterns in ``params`` (``"params.decoder.*.out"``) to "replicated", or to the axis to
+            contract over, "x" or "y" (for an embedding or a norm: the axis of its features); the last matching pattern
+            wins.
 
     Raises:
-        UserError: The grid has a pipeline, the batch no rows, the parameters are not those of the loss's modules, the
-            loss returns anything but a scalar, lays an array out on another mesh, or an override matches nothing.
+        UserError: The grid has a pipeline, the batch has no rows, the parameters do not belong to the loss's modules,
+            the loss does not return a scalar or lays an array out on another mesh, or an override matches nothing.
     """
     batch = values_of(batch)
     _check(loss, params, grid, batch)
@@ -216,13 +219,13 @@ _OTHER_PARAMS = (
     errors.ScopeCollectionNotFound,
     errors.ApplyScopeInvalidVariablesStructureError,
 )
-"""Flax's errors for parameters that are not a module's."""
+"""Errors that Flax raises for parameters that do not fit a module."""
 
 
 def _unboxed(leaf: Any) -> Any:
-    """The value of an `nn.Partitioned` or the like, without the layout that its names ask for."""
     if not meta.is_axis_metadata(leaf):
         return leaf
+    # Unboxing would otherwise constrain the value to the layout that the author's axis names ask for.
     with linen.logical_axis_rules(()):
         return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else leaf.unbox()
 

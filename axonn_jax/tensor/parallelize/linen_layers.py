@@ -1,4 +1,4 @@
-"""Linen layers as the NNX layers that compute the same, which have sharded forms."""
+"""NNX counterparts of Linen layers, through which a Linen loss runs its layers sharded."""
 
 import inspect
 import math
@@ -20,40 +20,41 @@ LayerParams = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Counterpart:
-    """NNX form of a Linen type."""
+    """NNX type that computes the same as a Linen type."""
 
     kind: type[nnx.Module]
     params: tuple[str, ...]
-    """Names of the parameters; those with `use_<name>` may be absent."""
+    """Names of the parameters; a layer with an option `use_<name>` may lack that parameter."""
     arguments: Callable[[Any, Any, LayerParams], dict[str, Any]]
-    """Arguments of the NNX type for a Linen layer, its input and its parameters."""
+    """Builds the NNX type's arguments from a Linen layer, its input and its parameters."""
     unsupported: tuple[str, ...] = ()
-    """Options that the NNX form does not take."""
+    """Options of the Linen type without an equivalent in the NNX type."""
     norm: bool = False
 
     def build(self, module: Any, x: Any, params: LayerParams, dtype: Any) -> nnx.Module:
-        """Make the NNX layer around the parameters themselves, to compute in `dtype`."""
+        """Return an NNX layer that computes in `dtype` and shares the given parameters without a copy."""
         inits = {f"{name}_init": _constant_init(value) for name, value in params.items()}
-        # A norm computes in float32, whatever its input; `LayerCall.run` casts the result.
+        # Norms compute in float32 regardless of their input's dtype; `LayerCall.run` casts the result afterwards.
         common = {"dtype": None} if self.norm else {"dtype": dtype, "promote_dtype": _promoter(module)}
         common |= {"param_dtype": module.param_dtype, "rngs": _NoKeys()}
         layer: Any = self.kind(**inits, **common, **self.arguments(module, x, params))
-        layer.dtype = common["dtype"]  # Embed takes its table's for None
+        # nnx.Embed replaces a dtype of None by its table's, so restore what the Linen layer asked for.
+        layer.dtype = common["dtype"]
         return layer  # type: ignore[no-any-return]
 
 
 class _NoKeys:
-    """Random streams for layers whose parameters are there."""
+    """Stand-in for `nnx.Rngs`: the initializers return existing parameters and need no key."""
 
     def params(self) -> None:
-        """Return no key."""
+        """Return None in place of a key."""
 
 
 def _constant_init(value: Any) -> Callable[..., Any]:
-    """An initializer that returns the value; `ValueError` where another size is wanted."""
 
     def init(_: None, shape: tuple[int, ...], dtype: Any) -> Any:
         if math.prod(shape) != value.size:
+            # `LayerCall.described` catches this and reports the layer as unsplittable.
             raise ValueError(f"{value.shape} is not {shape}")
         return value
 
@@ -61,7 +62,7 @@ def _constant_init(value: Any) -> Callable[..., Any]:
 
 
 def _promoter(module: Any) -> Callable[..., Any]:
-    """The layer's own promotion of dtypes, called as NNX calls it."""
+    # Linen passes the operands as separate arguments, NNX as one tuple.
     return lambda args, /, *, dtype=None, inexact=True: module.promote_dtype(*args, dtype=dtype, inexact=inexact)
 
 
@@ -125,56 +126,58 @@ COUNTERPARTS: dict[type[linen.Module], Counterpart] = {
     linen.LayerNorm: Counterpart(nnx.LayerNorm, ("scale", "bias"), _layer_norm, norm=True),
     linen.RMSNorm: Counterpart(nnx.RMSNorm, ("scale",), _rms_norm, norm=True),
 }
-"""Linen's types that have one."""
+"""Linen types with an NNX counterpart."""
 
+# Keyed by the unwrapped function, which is what Flax hands to an interceptor as the original method.
 _METHODS: dict[Any, tuple[Any, str]] = {
     inspect.unwrap(getattr(base, method)): (base, method)
     for base in (*COUNTERPARTS, linen.BatchNorm)
     for method in ("__call__", "attend")
     if hasattr(base, method)
 }
-"""Flax's own methods, by function."""
+"""Flax layer and method name, by the function that implements the method."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Call of a Linen layer that has an NNX form."""
+    """Call of a Linen layer that has an NNX counterpart."""
 
     module: Any
     base: type[linen.Module]
-    """Flax's own type; `module` may be of a subclass."""
+    """Flax type of the layer; `module` may be an instance of a subclass."""
     entry: str
     x: Any
     params: dict[str, jax.Array]
     dtype: Any
-    """The computation's; None for that of input and parameters."""
+    """Dtype of the computation; None promotes the dtypes of input and parameters."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The layer's path in its module, type and shapes, the same in every call."""
+        """Path, type and parameter shapes, which identify the layer in every call."""
         return self.module.path, self.base, tuple((name, value.shape) for name, value in self.params.items())
 
     @property
     def layer(self) -> nnx.Module:
-        """The NNX layer."""
+        """The NNX layer that shares the parameters of this call."""
         return COUNTERPARTS[self.base].build(self.module, self.x, self.params, self.dtype)
 
     def described(self) -> Kernel | Norm | str:
-        """Return the dims in which the layer can be split, or the reason for none."""
+        """Return the dims along which the layer can be split, or the reason why there are none."""
         try:
             described = describe(self.layer)
-        except ValueError as error:  # Flax's own call has the words for it
+        except ValueError as error:
+            # Invalid arguments: the layer runs as Flax wrote it, whose call raises the proper error.
             return str(error)
         if isinstance(described, str) or not described.stack:
             return described
         return f"its parameters have dims {described.stack} in front"
 
     def in_dtype(self, dtype: Any) -> "LayerCall":
-        """Return the call with this dtype for the computation, unless the layer has one of its own."""
+        """Return the call with `dtype` as the default; a dtype set on the layer takes precedence."""
         return self if self.dtype is not None else replace(self, dtype=dtype)
 
     def run(self, layer: nnx.Module) -> jax.Array:
-        """Call the NNX layer, or a sharded form of it, on the input; the result is of Linen's dtype."""
+        """Return the output of an NNX layer, sharded or not, on this call's input, in the dtype that Linen returns."""
         y: jax.Array = getattr(layer, self.entry)(self.x)
         return y.astype(self.dtype) if COUNTERPARTS[self.base].norm and self.dtype is not None else y
 
@@ -185,16 +188,21 @@ class MethodCall:
 
     module: Any
     base: type[linen.Module] | None
-    """The Flax layer whose own method it is; a subclass that wraps the method comes to it inside."""
+    """Flax layer that implements the method, or None; a subclass that wraps the method reaches it through super()."""
     layer: LayerCall | str
-    """The call as one of a layer with an NNX form, or the reason against one, "" for a module that has none."""
+    """The call on the NNX counterpart, or the reason why there is none; "" for a module without a counterpart."""
     plain: Callable[[], Any]
-    """The call itself."""
+    """Runs the call unchanged."""
     of: Callable[[Any], Any]
-    """The same call of another module, one of type `base`."""
+    """Runs the same call on another module of type `base`."""
 
     def by_rows(self, mesh: Mesh, row_axes: tuple[str, ...]) -> Any:
-        """Call the method; a convolution whose rows axes split runs by rows in a manual region (see `ByRows`)."""
+        """Return the result of the call; a convolution runs on local rows in a manual region (see `ByRows`).
+
+        Args:
+            mesh: The mesh of the manual region.
+            row_axes: Mesh axes that split the rows; without any the call runs unchanged.
+        """
         if not row_axes or self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _ConvClass):
             return self.plain()
         make = self.module.conv_general_dilated_cls
@@ -205,7 +213,7 @@ class MethodCall:
 
 @dataclass(frozen=True)
 class _ConvClass:
-    """Convolution in the form that Linen asks for."""
+    """Value for `conv_general_dilated_cls`, which Linen calls without arguments to get the convolution."""
 
     convolve: ByRows
 
@@ -222,6 +230,7 @@ def _method_call(
     def plain() -> Any:
         return method(*args, **kwargs)
 
+    # While a module initializes, its parameters do not exist yet, so there is nothing to shard.
     if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
         return MethodCall(module, None, "", plain, lambda _: None)
     layer = _layer_call(module, base, name, inspect.signature(context.orig_method).bind(*args, **kwargs).arguments)
@@ -229,7 +238,7 @@ def _method_call(
 
 
 def _layer_call(module: Any, base: type[linen.Module], method: str, arguments: Mapping[str, Any]) -> LayerCall | str:
-    """Return the call of a layer with an NNX form, or the reason against one, "" where Flax will say so."""
+    """Return the call on the NNX counterpart, or the reason why there is none; "" where Flax raises its own error."""
     counterpart = COUNTERPARTS.get(base)
     if counterpart is None:
         return ""
@@ -239,6 +248,7 @@ def _layer_call(module: Any, base: type[linen.Module], method: str, arguments: M
         return ""
     params: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
     options = _options(module, *counterpart.unsupported)
+    # A sequence counts as set only if it has entries: `batch_dims` defaults to an empty tuple instead of None.
     unsupported = [name for name, value in options.items() if value is not None and not isinstance(value, tuple | list)]
     unsupported += [name for name, value in options.items() if isinstance(value, tuple | list) and len(value)]
     if any(value is not None for value in extras) or unsupported:
@@ -247,20 +257,22 @@ def _layer_call(module: Any, base: type[linen.Module], method: str, arguments: M
 
 
 _TRACED_BY = jax.make_user_context()
-"""Part of the key of jax's caches: what is compiled inside a loss is traced anew, not as another left it."""
+"""Component of jax's cache keys. A function jitted inside a loss is traced once per interceptor, so that it does not
+reuse a trace in which another interceptor, or none, replaced the layers."""
 
 
 @contextmanager
 def intercepted(by: object, run: Callable[[MethodCall], Any]) -> Iterator[None]:
-    """Give every method call of a Linen module to `run`, meanwhile without rules for logical axes.
+    """Enter a context in which `run` replaces every method call of a Linen module, without logical axis rules.
 
     Args:
-        by: Owner of `run`; functions compiled under another owner are not taken.
-        run: The replacement.
+        by: Owner of `run`, part of jax's cache keys: functions compiled for another owner are not reused.
+        run: Function that receives the call and returns its result.
     """
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        with linen.logical_axis_rules(()):  # the function may have set rules of its own
+        # The loss may have entered its own rules since: clear them again around each call.
+        with linen.logical_axis_rules(()):
             return run(_method_call(context, method, args, kwargs))
 
     with _TRACED_BY(by), linen.logical_axis_rules(()), linen.intercept_methods(intercept):

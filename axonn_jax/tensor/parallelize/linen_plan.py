@@ -1,4 +1,4 @@
-"""Plans of a Linen model's layers, and its parameters' layouts, from one trace of its loss."""
+"""Plans for a Linen model's layers and layouts for its parameters, from a single trace of its loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,56 +27,56 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TreeLeaf:
-    """One parameter of the tree, and its layouts."""
+    """One leaf of the parameter tree, with its layouts."""
 
     owner: str
-    """The path without the last name."""
+    """Dotted path of the module, without the parameter's name."""
     param: str
     array: Any
     trained: bool
-    """False for state: collections beside one of the name ``params``, as `batch_stats`."""
+    """False for state: collections next to ``params``, such as `batch_stats`."""
     used: P = REPLICATED
-    """The layout where it computes."""
+    """Layout in which the layer computes with it."""
     spec: P = REPLICATED
-    """The layout in which it is kept, over more axes where it is spread."""
+    """Layout in which it is stored, possibly split over more axes than `used`."""
     in_layer: bool = False
-    """True if a planned layer holds it."""
+    """True if it belongs to a planned layer."""
     shared: bool = False
-    """True if it is split over `z` for a layer and a product outside of layers reads it too."""
+    """True if it is split over `z` for a layer and a product outside any layer reads it as well."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """Call of a layer in the trace."""
+    """One call of a layer in the trace."""
 
     call: LayerCall
     layer: Any
     """The NNX layer, with traced parameters."""
     origins: dict[str, Origin | None] = field(default_factory=dict)
-    """The parameter of the tree that each of the layer's is, or is a part of."""
+    """Leaf of the tree from which each parameter of the layer comes, as a whole or as a slice."""
 
     @property
     def times(self) -> int:
-        """Runs of this call, in a scan over stacked parameters one a part."""
+        """Number of times this call runs; in a scan over stacked parameters once per slice."""
         return max((origin.times for origin in self.origins.values() if origin is not None), default=1)
 
     @property
     def leaf(self) -> int | None:
-        """Number of the leaf of the first parameter that comes from one."""
+        """Index of the leaf behind the first parameter that comes from one; None if none does."""
         return next((origin.index for origin in self.origins.values() if origin is not None), None)
 
 
 @dataclass(eq=False)
 class Trace:
-    """Trace of a loss, with a marked equation for each call of a layer that can be split."""
+    """Record of a loss's trace, in which each call of a splittable layer is one marked equation."""
 
     mesh: Mesh
     uses: list[Use] = field(default_factory=list)
     unsplit: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
-    """Type of every other module with parameters, and the reason against splitting, by path."""
+    """Type of every other module and the reason why it is not split, by path."""
 
     def run(self, call: MethodCall) -> Any:
-        """Call the method, as one equation if it is a layer's."""
+        """Run a method call; a splittable layer's call is traced as one marked equation."""
         reason = call.layer
         if isinstance(reason, LayerCall):
             described = reason.described()
@@ -96,23 +96,25 @@ class Trace:
         return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.params, call.x)
 
     def entry(self, leaf: TreeLeaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Entry:
-        """Return the layer, or the other module, that holds a leaf, without parameters."""
+        """Return the report entry, still without parameters, of the layer or module that owns a leaf."""
         path = leaf.owner or "(model)"
         if use is not None:
             dtype = use.call.module.param_dtype if use.call.dtype is None else use.call.dtype
             return Entry(path, plans[use.call.key], {}, dtype)
+        # A module's path is relative to its root module, so it matches the end of the leaf's path; the longest wins.
         owners = [at for at in self.unsplit if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
         kind, reason = self.unsplit.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
         plan = LayerPlan(kind, self.mesh, False, note=reason or f"a {kind} has no sharded form")
         return Entry(path, plan, {}, leaf.array.dtype)
 
     def at(self, eqn: Any, origins: Origins) -> None:
-        """Note the origins of a marked equation's parameters; refuse a layout on another mesh."""
+        """Record where a marked equation's parameters come from; reject a sharding constraint on another mesh."""
         call = marked(eqn)
         if call is not None:
             use = self.uses[call.number]
-            names = sorted(use.call.params)  # as jax flattens them
-            if len(origins) == 1 + len(names) and not use.origins:  # more of them in a derivative
+            names = sorted(use.call.params)  # the order in which jax flattens a dict
+            # A derivative of the call keeps its name but has more operands; only the call itself tells the origins.
+            if len(origins) == 1 + len(names) and not use.origins:
                 use.origins.update(zip(names, origins[:-1], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
         if mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple:
@@ -129,9 +131,21 @@ def plan_loss(
     batch: Any,
     choose: Callable[[Mapping[str, Any]], Mapping[str, str]],
 ) -> tuple[dict[Key, LayerPlan], list[TreeLeaf], tuple[Entry, ...]]:
-    """Plan the layers of a loss, by `LayerCall.key`, from one trace of it; nothing is computed.
+    """Plan the layers of a loss from a single trace; nothing is computed.
 
-    `choose` returns the overrides of layers by path, from all layers by path.
+    Args:
+        loss: The loss, traced on `params` and `batch`.
+        mesh: The grid's mesh.
+        params: The tree of parameters, arrays or shapes.
+        batch: A batch, arrays or shapes.
+        choose: Maps all layers by path to the overrides of some of them by path.
+
+    Returns:
+        The plans by `LayerCall.key`, the leaves of `params` with their layouts, and the entries of the report.
+
+    Raises:
+        UserError: The loss returns no scalar, constrains a value to another mesh, or contains a grouped convolution
+            whose gradient XLA computes wrong.
     """
     trace = Trace(mesh)
     with intercepted(object(), trace.run):
@@ -168,7 +182,7 @@ def _leaves(params: Any) -> list[TreeLeaf]:
 
 
 def _by_path(uses: Sequence[Use], leaves: Sequence[TreeLeaf]) -> dict[str, Use]:
-    """The first use of each layer by its path in the tree, of one without parameters of the tree in its module."""
+    """Return each layer's first use by its path in the tree, or in its module if it has no parameter from the tree."""
     by_path: dict[str, Use] = {}
     for use in uses:
         if use.leaf is not None:
@@ -188,7 +202,7 @@ def _check_scalar(result: Any) -> None:
 def _plans(
     mesh: Mesh, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
 ) -> dict[Key, LayerPlan]:
-    """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
+    # Some layers are never reached by the flow of activations: plan those as if their input were not split.
     calls = [(use.call.key, use.layer) for use in uses]
     plans = plans_of_calls(mesh, jaxpr, trained, calls, overrides, [use.times for use in uses])
     unreached = {key: plan_of(mesh, layer, None, overrides.get(key)) for key, layer in calls if key not in plans}
@@ -198,8 +212,10 @@ def _plans(
 def _layouts(
     uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeLeaf]
 ) -> dict[int, tuple[P, int]]:
-    """The layout of each leaf of a sharded layer, as the first layer that uses it has it, and the first dim behind a
-    stack's."""
+    """Return each sharded layer's leaf layouts, and the first dim after the stacked ones.
+
+    A leaf that several layers share takes the layout of the first.
+    """
     layouts: dict[int, tuple[P, int]] = {}
     for use in uses:
         plan = plans[use.call.key]
@@ -220,7 +236,6 @@ def _with_layouts(
     overrides: Mapping[str, str],
     mesh: Mesh,
 ) -> list[TreeLeaf]:
-    """The leaves with their layouts, of which layers determine those in `layer_layouts`."""
     stored = {}
     for index, leaf in enumerate(leaves):
         free = leaf.trained and overrides.get(leaf.owner) != "replicated"
@@ -239,10 +254,11 @@ def _with_layouts(
 
 
 def _dims(origin: Origin, stacked: Shape, shape: Shape) -> tuple[int | None, ...]:
-    """The leaf's dim for each dim of a layer's parameter.
+    """Return the leaf's dim for each dim of a layer's parameter; None where it is unknown.
 
-    What is mapped over (`nn.vmap`) has a dim more than the layer sees: the first one that leaves a layer's shape.
+    Under `nn.vmap` the leaf has more dims than the layer sees: the leading ones that do not fit are dropped.
     """
+    # Reversed, so that the last dims are tried first and a leading mapped dim is the one dropped.
     for dims in reversed(list(combinations(origin.dims, len(shape)))):
         if all(dim is None or stacked[dim] == size for dim, size in zip(dims, shape, strict=True)):
             return dims

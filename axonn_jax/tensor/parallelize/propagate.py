@@ -1,4 +1,4 @@
-"""Propagation of layouts: the plan of every layer from the input's layout, in the order of layers or of the data."""
+"""Propagation of layouts: each layer's plan follows from its input's layout, in definition order or along the data."""
 
 import functools
 import math
@@ -21,24 +21,28 @@ from axonn_jax.tensor.specs import size_over
 
 
 def plan_of(mesh: Mesh, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
-    """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
+    """Plan one layer.
 
-    `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
-    axis).
+    Args:
+        mesh: The grid's mesh.
+        layer: The NNX layer, or another module.
+        arrives: Layout of the input; None if it is not split over `x` or `y`.
+        override: "replicated", or the axis to contract over, "x" or "y" (for an embedding or a norm: the axis of its
+            features); None to follow the input.
     """
     described = describe(layer)
     if isinstance(described, str):
         return LayerPlan(type(layer).__name__, mesh, False, note=described)
-    # Whole parameters on every device; rows of a layer with a kernel are split by hand all the same: XLA's
-    # partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
-    # devices, and the same on others).
+    # Even with replicated parameters, a layer with a kernel splits its rows in a manual region: XLA's partitioner
+    # computes the kernel gradient of a grouped convolution wrong where rows are split over some devices and
+    # replicated over others (jaxlib 0.10.2).
     kind, sides = base_of(type(layer)).__name__, tuple[Side, ...]()  # type: ignore[union-attr]
     if isinstance(described, Kernel):
         sides = (described.ins[0], described.outs[0])
     unsplit = LayerPlan(kind, mesh, isinstance(described, Kernel), of=described, sides=sides)
     if override == "replicated":
         return replace(unsplit, note="by an override")
-    # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
+    # Ids are never split over x or y, so an embedding starts a residual stream over x wherever it appears.
     axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
     if override is not None:
         axis = "y" if override == "y" else "x"
@@ -55,7 +59,7 @@ def plan_of(mesh: Mesh, layer: Any, arrives: ActivationSplit | None, override: s
 def _grouped(
     unsplit: LayerPlan, of: Kernel | Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
 ) -> LayerPlan:
-    """Return the plan of features in groups that do not mix, in a norm each by itself: whole groups on a device."""
+    """Plan a layer whose groups of features do not mix (in a norm, single features): complete groups on each device."""
     mesh, specs = unsplit.mesh, [(name, P(axis)) for name in of.names]
     size, groups, whose, noun = of.features[0], of.features[0], "it normalises", "features"
     if isinstance(of, Kernel):
@@ -77,7 +81,7 @@ def _kernel(unsplit: LayerPlan, kernel: Kernel, in_axis: TensorAxis, out_axis: T
         split[side_in.kernel] = (in_axis,)
     if side_out is not None:
         split[side_out.kernel] = (out_axis,)
-    # z preferably where the algorithm has it, on the contracted dim.
+    # The 4D algorithm puts z on the contracted dim; fall back to the others only where that does not divide.
     order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
     z, note_z = mesh.shape["z"], ""
     for dim in order:
@@ -103,7 +107,7 @@ def _kernel(unsplit: LayerPlan, kernel: Kernel, in_axis: TensorAxis, out_axis: T
 
 
 def _side(mesh: Mesh, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
-    """Return the first candidate divisible over the axis, or the reason for none."""
+    """Return the first candidate that the axis divides, or the reason why there is none."""
     parts = mesh.shape[axis]
     for side in sides:
         if side.size % parts == 0:
@@ -112,7 +116,7 @@ def _side(mesh: Mesh, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tu
 
 
 def _leaves(plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__") -> ActivationSplit | None:
-    """Return the layout of the output of a layer with this plan, None if unsplit."""
+    """Return the layout of the layer's output, None if unsplit."""
     if not plan.sharded or not isinstance(plan.of, Kernel):
         return arrives
     if method == "attend":
@@ -134,7 +138,7 @@ _BRANCHES = (
     frozenset({"gate", "up"}),
     frozenset({"gate_proj", "up_proj"}),
 )
-"""Names of layers with the same input."""
+"""Names of sibling layers that share an input."""
 
 
 def _side_by_side(first: str, second: str) -> bool:
@@ -157,6 +161,7 @@ def plans_by_order(
         arrives = previous[1] if previous[0] and _side_by_side(previous[0], path) else split
         plan = fixed.get(path) or plan_of(mesh, layer, arrives, overrides.get(path))
         plans[path] = plan
+        # An unsharded layer leaves the alternation of x and y to the layers around it.
         if plan.sharded:
             previous = (path, arrives)
             split = _leaves(plan, arrives)
@@ -174,11 +179,18 @@ def plans_by_flow(
     overrides: dict[str, str],
     call: Callable[[Any], Any],
 ) -> dict[str, LayerPlan]:
-    """Return a plan for each layer reached by `call(model)`, with the sizes of calls; nothing is computed.
+    """Plan each layer that `call(model)` reaches, with the sizes of its calls; nothing is computed.
 
-    `model` (a copy, with probes for layers) is traced to a jaxpr with one marked equation for every layer. An
-    activation carries its axis through everything between two layers; where two meet (a residual sum, attention's
-    products) the first known axis counts.
+    The model is traced to a jaxpr with one marked equation per call of a layer. An activation carries its axis through
+    everything between two layers; where two activations meet (a residual sum, attention's products), the first known
+    axis counts.
+
+    Args:
+        mesh: The grid's mesh.
+        model: A copy of the model; its layers become probes during the trace.
+        layers: The copy's layers by path.
+        overrides: Overrides by path.
+        call: A call of the model.
     """
     kinds = [type(layer) for layer in layers.values()]
     for index, layer in enumerate(layers.values()):
@@ -202,17 +214,22 @@ def plans_of_calls(
     overrides: Mapping[Key, str],
     times: Sequence[int] = (),
 ) -> dict[Key, LayerPlan]:
-    """Return a plan for each layer with a marked equation in a jaxpr, with the sizes of its calls.
+    """Plan each layer that has a marked equation in a jaxpr, with the sizes of its calls.
 
-    `trained` says of the first inputs that they are parameters with a gradient. `calls` has key and layer for each
-    mark's number; such a call runs as many `times`.
+    Args:
+        mesh: The grid's mesh.
+        jaxpr: The traced program.
+        trained: For each of the first inputs, whether it is a parameter with a gradient.
+        calls: Key and layer of each marked equation, by its number.
+        overrides: Overrides by key.
+        times: Number of times each marked equation runs; by default the number of a stack's entries.
     """
     plans: dict[Key, LayerPlan] = {}
 
     def at_layer(call: Marked, out_size: int, x: Activation) -> ActivationSplit | None:
         key, layer = calls[call.number]
         plan = plans[key] if key in plans else plan_of(mesh, layer, x.split, overrides.get(key))
-        # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
+        # Rows are the first dim, except for ids of one dim, which are positions. A stack's entries share one equation.
         rows = call.shape[0] if len(call.shape) > 1 else 1
         runs = times[call.number] if times else math.prod(plan.stack)
         sizes = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
@@ -226,7 +243,7 @@ def plans_of_calls(
 
 @functools.cache
 def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The layer type with each call of the Flax layer traced as one equation named after the layer."""
+    """Return the layer type in which every call of the Flax layer traces to one equation named after it."""
     base = base_of(kind)
     assert base is not None
 

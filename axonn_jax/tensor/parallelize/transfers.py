@@ -1,4 +1,4 @@
-"""A layer's parameters on a device, and its collectives in a training call."""
+"""Memory and communication of one layer: its parameters on a device, its collectives in a training call."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,30 +21,30 @@ class Transfer(NamedTuple):
     axes: tuple[str, ...]
     backward: bool
     buffer: int
-    """Bytes of the whole buffer on a device: gathered, to be reduced, or to be scattered."""
+    """Bytes of the full buffer on a device: the gathered one, or the one to reduce or to scatter."""
     bytes: int
-    """Bytes a device sends on a ring: `(G-1)/G` of the buffer, twice that for an all-reduce."""
+    """Bytes that a device sends on a ring: `(G-1)/G` of the buffer, twice that for an all-reduce."""
 
 
 Sent = tuple[str, tuple[str, ...], bool, int]
-"""The first four of a `Transfer`, with axes of size one too."""
+"""The first four fields of a `Transfer`, with axes of size one still included."""
 
 
 def _more(plan: LayerPlan, name: str, stored: P) -> tuple[str, ...]:
-    """The axes over which a parameter is gathered where the layer begins to compute."""
+    """Return the axes over which a parameter is gathered before the layer computes."""
     return tuple(sorted(spec_axes(stored) - spec_axes(plan.spec(name))))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One layer, or another module with parameters."""
+    """Report entry of a layer or of another module with parameters."""
 
     path: str
     plan: LayerPlan
     params: dict[str, Any]
     """Parameters and statistics by name: arrays, or shapes with a layout."""
     dtype: Any
-    """The computation's."""
+    """Dtype of the computation."""
 
     @property
     def bytes(self) -> int:
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def whole(self) -> int:
-        """Bytes of the parameters and statistics that every device has."""
+        """Bytes of the parameters and statistics that are replicated on every device."""
         return sum(a.size * a.dtype.itemsize for a in self.params.values() if a.sharding.is_fully_replicated)
 
     @property
@@ -76,14 +76,15 @@ class Entry:
         plan, of = self.plan, self.plan.of
         if not plan.sharded or of is None or plan.calls == ():
             return
-        if isinstance(of, Kernel):  # gathers of the forward pass, which all calls have in common
-            for name, spec in plan.spread:  # gathered where the region begins
+        if isinstance(of, Kernel):
+            # The forward pass gathers once for all calls. Spread parameters are float32 where the region begins.
+            for name, spec in plan.spread:
                 yield "all-gather", _more(plan, name, spec), False, self._local(name) * 4
             if plan.z_dim is not None:
                 yield "all-gather", ("z",), False, self._gathered(of)
-        # One row where the calls are not known; a lookup's ids have no gradient.
+        # Without known calls, assume one row. The ids of an embedding lookup have no gradient.
         for call in plan.calls or (Call(*of.features, rows=None, input_grad=plan.kind != "Embed"),):
-            # Elements of input and output on the devices that have the same rows.
+            # Elements of input and output over the devices that share the same rows.
             parts = plan.size(*plan.row_axes) if call.rows is not None and plan.splits(call) else 1
             sizes = (call.in_size // parts, call.out_size // parts)
             if isinstance(of, Norm):
@@ -98,12 +99,13 @@ class Entry:
             if call.input_grad:
                 yield "all-gather", ("z",), True, self._gathered(kernel)
             yield "reduce-scatter", ("z",), True, self._gathered(kernel)
-        independent = in_axis == out_axis  # groups of features that do not mix, or none split
+        independent = in_axis == out_axis  # groups of features that do not mix, or no split at all
         if in_axis is not None and not independent:
             yield "all-reduce", (in_axis,), False, y_size // plan.size(out_axis) * itemsize
         if out_axis is not None and not independent and call.input_grad:
             yield "all-reduce", (out_axis,), True, x_size // plan.size(in_axis) * itemsize
-        for name in self.params if split else ():  # else every device of data and z has the whole gradient
+        # With unsplit rows every device along data and z computes the full gradient already.
+        for name in self.params if split else ():
             axes = plan.replica_axes if name == kernel.name and plan.z_dim is not None else plan.row_axes
             yield "all-reduce", axes, True, self._local(name) * 4
 
@@ -111,7 +113,7 @@ class Entry:
         assert self.plan.in_axis is not None
         features = max((value.size for value in self.params.values()), default=norm.size)
         rows, axes = max(1, x_size // features), (self.plan.in_axis,)
-        # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
+        # LayerNorm reduces mean, centred and squared sums forward, and the cotangents of mean and factor backward.
         forward, backward = (3, 2) if self.plan.kind == "LayerNorm" else (1, 1)
         yield "all-reduce", axes, False, forward * rows * 4
         if call.input_grad:
@@ -130,7 +132,7 @@ class Entry:
 
     @property
     def reason(self) -> str:
-        """Why some of it is whole or left to the compiler, and what becomes of that; ``""`` if nothing is."""
+        """Why some of it is replicated or left to the compiler; ``""`` if nothing is."""
         spread = [f"{name} over {', '.join(_more(self.plan, name, spec))}" for name, spec in self.plan.spread]
         stored = f"kept {'; '.join(spread)}, and gathered by the compiler" if spread else ""
         replicated = f"{self.whole:,} B whole" if self.whole else ""
@@ -138,7 +140,7 @@ class Entry:
 
     @property
     def roles(self) -> str:
-        """The axes of input and output, such as ``x -> y``; a dot where one is not split."""
+        """Axes of input and output, such as ``x -> y``; a dot stands for an unsplit side."""
         axes = (self.plan.in_axis, self.plan.out_axis)
         if axes == (None, None):
             return "left to the compiler" if self.plan.spread else "replicated"
