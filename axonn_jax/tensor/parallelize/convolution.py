@@ -1,7 +1,7 @@
-"""Convolutions without a sharded form, split over rows by hand, since XLA's partitioner gets some wrong.
+"""Row-parallel convolutions in a manual region, since XLA's partitioner gets the gradient of some wrong.
 
-The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out a multiple of its value where
-rows are split over some devices and the same on others (jaxlib 0.10.2; `jax.jit` with layouts is enough to see it).
+The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out as a multiple of its value where
+rows are split over some devices and replicated over others (jaxlib 0.10.2; `jax.jit` with layouts reproduces it).
 """
 
 from collections.abc import Callable, Iterable
@@ -23,9 +23,9 @@ from axonn_jax.tensor.specs import shard_mapped, size_over
 
 @dataclass(frozen=True)
 class ByRows:
-    """A convolution [rows, ..., channels] in a manual region: rows over `row_axes` if divisible.
+    """Convolution of [rows, ..., channels] in a manual region, with rows split over `row_axes` if these divide them.
 
-    Collectives: all-reduce of the kernel's gradient over `row_axes`, twice the bytes on a ring.
+    Collectives: all-reduce of the kernel's gradient over `row_axes`, twice its bytes on a ring.
     """
 
     mesh: Mesh
@@ -33,12 +33,13 @@ class ByRows:
     row_axes: tuple[str, ...] = BATCH_AXES
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """Convolve as `jax.lax.conv_general_dilated` does, each device its own rows."""
+        """Convolve like `jax.lax.conv_general_dilated`, each device its local rows."""
         split = x.shape[0] % size_over(self.mesh, self.row_axes) == 0
         rows = P(self.row_axes) if split else P()
 
         def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            if split:  # gradients are summed over devices in float32
+            # Marked varying in float32, so that gradients are summed over devices in float32.
+            if split:
                 kernel = mark_varying(kernel.astype(jnp.float32), self.row_axes).astype(kernel.dtype)
             return self.convolve(x, kernel, *args, **kwargs)
 
@@ -46,25 +47,37 @@ class ByRows:
 
 
 def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
-    """Make convolutions among modules without a sharded form (masked ones, types of your own) run by rows."""
+    """Make convolutions run by rows, for modules without a sharded form (masked ones, your own types).
+
+    Args:
+        modules: The modules, changed in place; those that are not convolutions stay unchanged.
+        mesh: The grid's mesh.
+    """
     for module in modules:
         if isinstance(module, nnx.Conv):
             module.conv_general_dilated = ByRows(mesh, module.conv_general_dilated)
 
 
 def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
-    """Raise ``UserError`` for a grouped convolution partitioned by XLA, with a kernel computed from inputs.
+    """Check that XLA's partitioner gets no grouped convolution whose kernel is computed from the inputs.
 
-    Manual regions and equations named `layer...` are skipped.
+    Args:
+        jaxpr: The traced program; manual regions and marked layers in it are skipped.
+        mesh: The grid's mesh.
+        layer: Prefix of the names of marked layers.
+
+    Raises:
+        UserError: The program contains one.
     """
     rows = size_over(mesh, BATCH_AXES)
+    # The wrong gradient needs rows that are split over some devices and replicated over others.
     if rows == 1 or mesh.size == rows:
         return
 
     def through(eqn: Any, computed: list[bool]) -> list[bool]:
         """Return True for each result of an equation that depends on the inputs."""
-        by_hand = eqn.primitive.name == "shard_map" or str(eqn.params.get("name", "")).startswith(layer)
-        if not any(computed) or by_hand:
+        manual = eqn.primitive.name == "shard_map" or str(eqn.params.get("name", "")).startswith(layer)
+        if not any(computed) or manual:
             return [False] * len(eqn.outvars)
         for inner in bodies(eqn):
             same = len(inner.invars) == len(computed)
@@ -82,5 +95,5 @@ def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
 
 
 def convolves(jaxpr: Any) -> bool:
-    """True if a jaxpr, or one that it runs, has a convolution."""
+    """True if a jaxpr, or one nested in it, contains a convolution."""
     return any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(jaxpr))

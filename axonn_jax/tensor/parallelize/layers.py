@@ -1,4 +1,4 @@
-"""Layers of `flax.nnx`, 4D-sharded, each in a manual region of its own: same attributes, parameters and results."""
+"""Sharded forms of `flax.nnx` layers, each in its own manual region, with unchanged attributes and results."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from axonn_jax.tensor.weight_gather import gather_weight
 
 
 class LocalLayer:
-    """Stand-in for a layer as `self` of its own Flax method: some attributes replaced, all others the layer's."""
+    """Stand-in for `self` in a layer's Flax method: a few attributes are replaced, the others are the layer's."""
 
     def __init__(self, layer: Any, **replaced: Any):
         self._layer = layer
@@ -31,7 +31,8 @@ class LocalLayer:
 
 
 Local = Callable[[jax.Array, dict[str, Any], bool], jax.Array]
-"""A layer on local shards: input, parameters by name (None for absent ones), and True if rows are split."""
+"""Computes a layer on local shards, given the input, parameters by name (None if absent), and whether rows are split.
+"""
 
 
 def in_region(
@@ -44,12 +45,23 @@ def in_region(
     y_spec: P,
     rows: tuple[int, int] | None = (0, 0),
 ) -> jax.Array:
-    """Run `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
+    """Run `local` on the local shards of an input [rows, ..., features] and of a layer's parameters.
 
-    `x_feature` is the input's dim of features and its axis (None: no features, as ids), `y_spec` the layout of the
-    output's features, `rows` the batch dim of input and of output. Divisible rows are split over the plan's
-    `row_axes`; a weight gathered over `z` is then gathered again for the backward pass. With other rows every device of
-    those axes computes the same, and XLA gathers the parameters along `z`.
+    Rows are split over the plan's `row_axes` if these divide them; a weight gathered over `z` is then gathered again in
+    the backward pass. Otherwise every device along those axes computes the same rows, and XLA gathers the parameters
+    along `z`.
+
+    Args:
+        plan: The layer's plan.
+        local: The computation on local shards.
+        x: The global input.
+        params: The layer's global parameters by name, None for absent ones.
+        x_feature: Feature dim of the input and its axis; None for an input without features, such as ids.
+        y_spec: Layout of the output's features.
+        rows: Batch dim of the input and of the output; None if rows are not to be split.
+
+    Returns:
+        The global output.
     """
     x_spec = spec_of(x.ndim) if x_feature is None else spec_of(x.ndim, x_feature)
     is_row = rows is not None and x.ndim > 0 and (x_feature is None or rows[0] != x_feature[0] % x.ndim)
@@ -64,28 +76,33 @@ def in_region(
         return local(x, {**dict.fromkeys(params), **present}, split)
 
     if split and plan.regathers and plan.z_dim is not None and plan.size("z") > 1:
-        run = jax.checkpoint(run)  # nothing but the gather: the rest of the forward pass is dead code in the backward
+        # This recomputes only the gather: everything else in the forward pass is dead code in the backward pass.
+        run = jax.checkpoint(run)
     return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, present)  # type: ignore[no-any-return]
 
 
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
-    """Return the kernel in `dtype`, gathered over `z` if split.
-
-    Before the gather the kernel varies over `data`: autodiff then scatters the gradient over `z` first and reduces the
-    remaining `Gz`-th over `data`.
-    """
+    """Return the kernel in `dtype`, all-gathered over `z` if rows are split."""
     if not split or plan.z_dim is None:
         return kernel.astype(dtype)
+    # Mark the kernel varying over `data` before the gather: autodiff then reduce-scatters the gradient over `z` first
+    # and reduces only the remaining 1/Gz of it over `data`.
     return gather_weight(mark_varying(kernel, plan.replica_axes), dtype, dim=plan.z_dim)
 
 
 def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array], **replaced: Any) -> jax.Array:
-    """A layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
+    """Compute a layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
 
-    `flax_call(stand_in, x)` is the layer's own Flax code, run on local shards with all options but the `replaced` ones.
-    Where one axis splits both sides, each shard is a layer by itself. Collectives else as in `tensor.linear.matmul_4d`:
-    forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward all-gather of W over `z` again,
-    all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce over `data` of the local part.
+    Where one axis splits both sides, each shard is an independent layer. Otherwise the collectives are those of
+    `tensor.linear.matmul_4d`: forward an all-gather of W over `z` and an all-reduce of Y over `in_axis`; backward the
+    all-gather of W over `z` again, an all-reduce of dX over `out_axis`, a reduce-scatter of dW over `z` and an
+    all-reduce of the local part over `data`.
+
+    Args:
+        layer: The sharded layer.
+        x: The global input.
+        flax_call: The layer's Flax method, called with a stand-in for the layer and a local input.
+        **replaced: Attributes that the stand-in replaces.
     """
     plan: LayerPlan = layer.axonn_plan
     kernel, side_in, side_out = plan.of, *plan.sides
@@ -93,7 +110,8 @@ def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax
 
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
         weight, bias = params["kernel"], params["bias"]
-        if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
+        # Mark parameters varying before the cast, so that gradients are summed over devices in the parameters' dtype.
+        if split:
             weight = mark_varying(weight, plan.row_axes if plan.z_dim is None else plan.replica_axes)
             bias = None if bias is None else mark_varying(bias, plan.row_axes)
         x, cast, bias = layer.promote_dtype((x, weight, bias), dtype=layer.dtype)
@@ -102,6 +120,7 @@ def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax
             x = mark_varying(x, (plan.out_axis,))
         y = flax_call(LocalLayer(layer, kernel=weight, bias=None, use_bias=False, **replaced), x)
         y = y if plan.in_axis in (None, plan.out_axis) else all_reduce(y, plan.in_axis)
+        # The bias comes after the all-reduce, which would otherwise add it once per device.
         if bias is None:
             return y
         shape = [1] * y.ndim
@@ -115,8 +134,7 @@ def contract(layer: Any, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax
 
 
 def _linear(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """[..., in] -> [..., out]; `out_sharding` is ignored, the plan has the layout."""
-
+    # All layers ignore `out_sharding`: the plan determines the layout.
     def flat(layer: Any, x: jax.Array) -> jax.Array:
         return over_rows(lambda rows: nnx.Linear.__call__(layer, rows), x)
 
@@ -124,18 +142,17 @@ def _linear(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Arra
 
 
 def _linear_general(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Split heads or the like."""
     return contract(layer, inputs, nnx.LinearGeneral.__call__)
 
 
 def _einsum(layer: Any, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
-    if einsum_str is not None:  # the plan is for the constructor's string; Flax raises an error
+    if einsum_str is not None:  # the plan is for the constructor's string; Flax's call raises an error
         return nnx.Einsum.__call__(layer, inputs, einsum_str)
     return contract(layer, inputs, nnx.Einsum.__call__)
 
 
 def _conv(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Split channels as features, or whole groups of them; space stays whole."""
+    """Convolve with channels split as features, or as complete groups of them; spatial dims are not split."""
     if inputs.ndim < len(layer.kernel_size) + 2:  # one example without a batch dim
         return _conv(layer, inputs[None])[0]
     if layer.feature_group_count == 1:
@@ -146,18 +163,16 @@ def _conv(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
 
 
 def _conv_transpose(layer: Any, inputs: jax.Array) -> jax.Array:
-    """Split channels as features; space stays whole."""
     if inputs.ndim < len(layer.kernel_size) + 2:  # one example without a batch dim
         return _conv_transpose(layer, inputs[None])[0]
     return contract(layer, inputs, nnx.ConvTranspose.__call__)
 
 
 def _embed(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Ids [rows, ...] -> [rows, ..., features]: the vocabulary over `in_axis` and `z`, features over `out_axis`.
+    """Look up ids [rows, ...] -> [rows, ..., features], the vocabulary over `in_axis` and `z`, features over `out_axis`.
 
     Collectives: all-gather of the table over `z`, all-reduce of the result over `in_axis`; backward a
-    reduce-scatter of the table's gradient over `z`, an all-reduce over `data`. Ids of one dim are taken for
-    positions, which all rows share, and not split.
+    reduce-scatter of the table's gradient over `z`, an all-reduce over `data`.
     """
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         raise ValueError("Input type must be an integer or unsigned integer.")
@@ -168,18 +183,19 @@ def _embed(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array
         table = gather_kernel(plan, params["embedding"], split, cast.dtype)
         ids = jnp.where(ids < 0, ids + total, ids)
         rows = lookup(table, ids, plan.in_axis or "")
-        # As jnp.take: an id outside the table gives NaN, not a neighbour's row.
+        # Like jnp.take, which Flax uses: an id outside the table gives NaN, not another shard's row.
         inside = (ids >= 0) & (ids < total)
         return jnp.where(inside[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
 
     ids = inputs.astype(jnp.int32)
     y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
+    # Ids of one dim are positions, which all rows share, so they are not split.
     rows = (0, 0) if ids.ndim > 1 else None
     return in_region(plan, local, ids, stored_params(layer, ("embedding",)), x_feature=None, y_spec=y_spec, rows=rows)
 
 
 def _attend(layer: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
+    """Return the logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
 
     Collectives: those of `contract` with features over `out_axis` and the vocabulary over `in_axis`.
     """
@@ -196,14 +212,12 @@ def _attend(layer: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array
 
 
 def _norm(base: Any, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """Return the call of a norm over features split over `in_axis`, with a two-pass variance; collectives as `norm`'s.
-
-    XLA lays it out with a mask, or in 64 bits.
-    """
+    """Return the call of a norm over features split over `in_axis`; the collectives are those of `norm`."""
 
     def call(layer: Any, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         plan, params = layer.axonn_plan, stored_params(layer, names)
         dtype = jnp.result_type(*(value.dtype for value in (x, *params.values()) if value is not None))
+        # The sharded norms support neither masks nor 64 bits: leave those calls to Flax and XLA's partitioner.
         if mask is not None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
             return base.__call__(layer, x, mask=mask)  # type: ignore[no-any-return]
 
@@ -220,7 +234,7 @@ def _norm(base: Any, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> 
 
 
 def _form(base: type[nnx.Module], weight: str | None, **methods: Callable[..., jax.Array]) -> type[nnx.Module]:
-    """Return a type derived from a Flax layer, with methods in the layout of its plan."""
+    """Return a type derived from a Flax layer whose methods follow the layer's plan."""
     read = {} if weight is None else {weight: OutsideRead()}
     return type(f"Sharded{base.__name__}", (base,), {"__module__": __name__, **read, **methods})
 
@@ -240,5 +254,5 @@ SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
 
 @functools.cache
 def sharded(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Return the sharded form of a layer's type: of a derived one a type whose `super()` is the sharded layer."""
+    """Return the sharded form of a layer type; for a derived type, one whose `super()` is the sharded Flax layer."""
     return in_place_of_base(kind, next(SHARDED[base] for base in kind.__mro__ if base in SHARDED), "Sharded")

@@ -149,10 +149,16 @@ def _side_by_side(first: str, second: str) -> bool:
 def plans_by_order(
     mesh: Mesh, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], fixed: dict[str, LayerPlan]
 ) -> dict[str, LayerPlan]:
-    """Return a plan for each layer, in order; `known` plans are kept.
+    """Plan each layer in turn, as if its input were the previous layer's output.
 
-    The first layer's input is not split. Layers with names of branches (query, key, value and the like) take the same
-    input.
+    The first layer's input is not split. Siblings with the names of branches, such as query, key and value, share the
+    input of the first of them.
+
+    Args:
+        mesh: The grid's mesh.
+        layers: Path and layer, in definition order.
+        overrides: Overrides by path.
+        fixed: Plans by path that are kept as they are.
     """
     plans: dict[str, LayerPlan] = {}
     split: ActivationSplit | None = None

@@ -1,4 +1,4 @@
-"""Report of `parallelize`: each layer with roles, bytes and communication, or the reason against splitting."""
+"""Sharding report: each layer's axes, bytes and communication, or the reason why it is not split."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from axonn_jax.terminal import table
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """Report on all layers of a parallelized model with parameters; `str` is a table."""
+    """Report on all layers of a parallelized model that have parameters; `str` formats it as a table."""
 
     entries: tuple[Entry, ...]
 
@@ -28,23 +28,23 @@ class ShardingReport:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all layers on one device."""
+        """Bytes of all parameters and statistics on one device."""
         return sum(entry.device_bytes for entry in self.entries)
 
     @property
     def whole(self) -> int:
-        """Bytes of all parameters and statistics that every device has."""
+        """Bytes of all parameters and statistics that are replicated on every device."""
         return sum(entry.whole for entry in self.entries)
 
     @property
     def over_ideal(self) -> float:
-        """Bytes on one device over those that it would have if everything were split over `z`, `y` and `x`."""
+        """Ratio of the bytes on one device to an equal share over `z`, `y` and `x`."""
         parts = self.entries[0].plan.size("z", "y", "x") if self.entries else 1
         return self.device_bytes * parts / max(1, self.bytes)
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes a device sends in a training call, by axis (``data+z`` for a reduction over both)."""
+        """Bytes that a device sends in a training call, by axis (``data+z`` for a reduction over both)."""
         return _by_axes(transfer for entry in self.entries for transfer in entry.transfers)
 
     def __str__(self) -> str:
@@ -74,13 +74,18 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 @typed_arguments
 def sharding_report(model: nnx.Module | LinenLoss) -> ShardingReport:
-    """Return the report of `parallelize` for this model, layers in the order of its attributes; `print` it.
+    """Return the sharding report of a parallelized model or loss; `print` it to see a table.
 
-    Of a loss from `parallelize_linen` it lists layers in the order of the parameters' tree.
+    Communication covers the forward and backward pass of one call, by ring formulas, for the inputs of `call`, or for
+    one row without `call`. It excludes the gradient reductions of replicated layers, which XLA places. With `call`, a
+    layer whose inputs depend on no parameter has no gradient of its input.
 
-    Communication covers forward and backward of one call, by ring formulas, for `call`'s inputs, or else for one row,
-    without gradient reductions of replicated layers, which XLA places. With `call`, a layer on inputs that depend on no
-    parameter has no gradient of its input.
+    Args:
+        model: A model from `parallelize`, whose layers are listed in the order of its attributes, or a loss from
+            `parallelize_linen`, whose layers are listed in the order of the parameter tree.
+
+    Returns:
+        The report, with one entry per layer or other module with parameters.
     """
     return ShardingReport(model.entries if isinstance(model, LinenLoss) else tuple(_entries(model)))
 

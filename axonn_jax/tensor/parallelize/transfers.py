@@ -77,7 +77,7 @@ class Entry:
         if not plan.sharded or of is None or plan.calls == ():
             return
         if isinstance(of, Kernel):
-            # The forward pass gathers once for all calls. Spread parameters are float32 where the region begins.
+            # The forward pass gathers once for all calls: spread parameters where the region begins, before any cast.
             for name, spec in plan.spread:
                 yield "all-gather", _more(plan, name, spec), False, self._local(name) * 4
             if plan.z_dim is not None:
