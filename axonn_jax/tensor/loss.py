@@ -1,6 +1,6 @@
 """Cross-entropy over a sharded vocabulary.
 
-The logits are never gathered, and in float32 only a part of them exists.
+Logits are never gathered, and only a part of them exists in float32 at a time.
 """
 
 from collections.abc import Callable
@@ -22,28 +22,34 @@ VOCAB_AXIS = "y"
 
 
 class Projection(NamedTuple):
-    """A weight that scores tokens, gathered over `z`, and how: static but for the weight."""
+    """Projection of the stream onto the vocabulary; all fields but the weight are static."""
 
     weight: jax.Array
-    """[hidden/Gx, vocab/Gy], or where `turned` (a tied table) [vocab/Gy, hidden/Gx]."""
+    """[hidden/Gx, vocab/Gy], or if `turned` (a tied table) [vocab/Gy, hidden/Gx]; gathered over `z`."""
     turned: bool = False
     used: int | None = None
-    """Entries of the vocabulary, where the weight has more; further entries have a logit of minus infinity."""
+    """Size of the vocabulary if the weight is padded; padding has logits of minus infinity. None without padding."""
     cap: float = 0.0
-    """Soft cap of logits (`elementwise.capped`); 0: none."""
+    """Soft cap of logits (`elementwise.capped`); 0 for none."""
 
     @property
     def columns(self) -> int:
-        """Logits of a token on this device."""
+        """Number of logits per token on this device."""
         return int(self.weight.shape[0 if self.turned else 1])
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-likelihood in nats of each target, from logits split over `y`.
+    """Return the negative log-likelihood of each target in nats, from logits split over `y`.
 
-    Shapes: `logits` [..., vocab/Gy], `targets` [...] of global ids -> [...] float32. Collectives over `y`: an
-    all-reduce (max) of one number a token and one (sum) of two numbers a token.
+    Collectives over `y`: an all-reduce (max) of one number per token and an all-reduce (sum) of two numbers per token.
     Source: Megatron-LM's vocabulary-parallel loss.
+
+    Args:
+        logits: [..., vocab/Gy].
+        targets: Global ids [...].
+
+    Returns:
+        [...] float32.
     """
     logits = logits.astype(jnp.float32)
     top = all_reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
@@ -54,10 +60,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class _Picked(NamedTuple):
-    """Targets in this device's part of the vocabulary."""
+    """Targets within this device's shard of the vocabulary."""
 
     place: jax.Array
-    """Column of a target in this part, else 0."""
+    """Local column of a target, 0 if it lies in another shard."""
     is_local: jax.Array
     logit: jax.Array
 
@@ -70,7 +76,7 @@ def _picked(logits: jax.Array, targets: jax.Array) -> _Picked:
 
 
 def masked(logits: jax.Array, used: int | None) -> jax.Array:
-    """Return logits split over `y` with entries from `used` on at minus infinity; unchanged if `used` is None."""
+    """Return logits split over `y`, with minus infinity from entry `used` on; unchanged if `used` is None."""
     if used is None:
         return logits
     column = shard_offset(VOCAB_AXIS, logits.shape[-1]) + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -78,18 +84,27 @@ def masked(logits: jax.Array, used: int | None) -> jax.Array:
 
 
 def total_loss(h: jax.Array, projection: Projection, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Sum over all targets of their cross-entropy in nats, times `weights` where given.
+    """Return the sum of the targets' cross-entropies in nats, optionally weighted.
 
-    Shapes: `h` [..., hidden/Gx], `targets` and `weights` [...] -> a float32 scalar. Collectives: an all-reduce of the
-    logits over `x` and those of `cross_entropy`; backward an all-reduce of dX over `y`. Gradients are computed beside
-    the losses, a part of the tokens at a time where the logits are many (`loss_chunk`): of the logits nothing is kept
-    and nothing computed again. Such gradients are for a sum: hence the scalar.
+    The forward pass computes gradients together with the losses, in chunks of tokens if there are many logits
+    (`loss_chunk`), so logits are neither stored nor recomputed. Collectives: an all-reduce of the logits over `x` and
+    those of `cross_entropy`; backward an all-reduce of dX over `y`.
+
+    Args:
+        h: [..., hidden/Gx].
+        projection: Projection onto the vocabulary.
+        targets: Global ids [...].
+        weights: Factors [...]; None for 1.
+
+    Returns:
+        A float32 scalar.
     """
     h = mark_varying(h, (VOCAB_AXIS,))
     rows, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
     weights = None if weights is None else lax.stop_gradient(weights).astype(jnp.float32).reshape(-1)
     chunk = loss_chunk(rows.shape[0], projection.columns)
-    # As they vary, so must their gradients, of which nothing is reduced here.
+    # Gradients from the custom VJP vary like the inputs, so mark all inputs varying over the same axes: nothing is
+    # reduced here, the callers' autodiff does that.
     axes = compat.varying_axes(rows) | compat.varying_axes(projection.weight) | compat.varying_axes(targets)
     tokens = mark_varying(rows, axes), targets, weights
     return _chunked(mark_varying(projection.weight, axes), tokens, chunk, projection[1:])
@@ -100,23 +115,23 @@ def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
 
 
 def _logits(rows: jax.Array, projection: Projection) -> jax.Array:
-    """Logits [tokens, vocab/Gy] of [tokens, hidden/Gx]; collective: an all-reduce over `x`."""
+    """Return logits [tokens, vocab/Gy] of [tokens, hidden/Gx]; collective: an all-reduce over `x`."""
     return masked(capped(_products(rows, projection), projection.cap), projection.used)
 
 
 def _products(rows: jax.Array, projection: Projection) -> jax.Array:
-    """Logits before their cap, also of entries beyond the vocabulary."""
+    """Return logits before capping and masking."""
     partial_sums = matmul(rows, projection.weight, turned=projection.turned)
     return all_reduce(partial_sums, FEATURE_AXIS)
 
 
 Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
-"""Rows, targets and weights of some tokens."""
+"""Rows, targets and weights of a chunk of tokens."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _chunked(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, ...]) -> jax.Array:
-    """Sum of losses, `chunk` tokens at a time; `fields` are a projection's fields behind its weight."""
+    """Return the sum of losses, `chunk` tokens at a time; `fields` are the projection's fields after its weight."""
     projection = Projection(weight, *fields)
 
     def add(total: jax.Array, part: Tokens) -> tuple[jax.Array, tuple[()]]:
@@ -127,11 +142,11 @@ def _chunked(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, .
 
 
 Gradients = tuple[jax.Array, jax.Array]
-"""Gradients of the rows, and in float32 of the weight."""
+"""Gradients of the rows and, in float32, of the weight."""
 
 
 def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, ...]) -> tuple[jax.Array, Gradients]:
-    """Return the sum of losses and its gradients."""
+    # A sum has a scalar cotangent, so the backward pass only scales the gradients computed here.
     projection = Projection(weight, *fields)
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:
@@ -146,12 +161,13 @@ def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, .
 
     start = (_zero(tokens[0]), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
     (total, d_weight), (d_rows,) = _loop(add, start, tokens, chunk)
-    # XLA would put the weight's gradient off behind the layers' backward passes, and keep the logits' until then.
+    # Without this order XLA would postpone the weight's gradient past the layers' backward passes and keep the logits'
+    # gradient alive until then.
     return total, (after(d_rows, d_weight), d_weight)
 
 
 def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The sum over [tokens, vocab/Gy] logits and its gradient; collectives as for `cross_entropy`."""
+    """Return the sum of losses for [tokens, vocab/Gy] logits and its gradient; collectives as for `cross_entropy`."""
     logits = logits.astype(jnp.float32)
     top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
     exponentials = jnp.exp(logits - top[:, None])
@@ -173,12 +189,12 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _zero(rows: jax.Array) -> jax.Array:
-    """Return a sum of losses of zero, the same along the axes that losses are summed over."""
+    # Losses come out of all-reduces over these two axes, so the carry of the scan must not vary over them either.
     return mark_varying(jnp.zeros((), jnp.float32), compat.varying_axes(rows) - {VOCAB_AXIS, FEATURE_AXIS})
 
 
 def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Tokens, chunk: int) -> tuple[Any, Any]:
-    """`lax.scan` of `f` over parts of `chunk` tokens; the last part may have fewer."""
+    """Scan `f` over chunks of `chunk` tokens; the last chunk may be shorter."""
     count = tokens[0].shape[0]
     if count == chunk:
         return f(carry, tokens)

@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm over features that are sharded.
+"""LayerNorm and RMSNorm over sharded features.
 
-The backward pass gets the input in its own dtype and two float32 numbers a row, and computes the rest again.
+The backward pass saves only the input in its own dtype and two float32 numbers per row, and recomputes the normalized
+values.
 """
 
 from functools import partial
@@ -20,18 +21,18 @@ from axonn_jax.tensor.params import constant_param
 def layer_norm(
     x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, eps: float, axis: str = FEATURE_AXIS
 ) -> jax.Array:
-    """Normalise [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
+    """Normalize [..., features/G] over features split over `axis`; computes in float32, returns `x`'s dtype.
 
-    Collectives: an all-reduce over `axis` of three float32 a row, and one of two in the backward. Each shard's mean and
-    centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
+    Collectives: an all-reduce over `axis` of three float32 numbers per row forward and of two backward. The shards'
+    means and centred sums of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
     """
     return _norm(x, scale, shift, _Norm(eps, axis, centred=True))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
-    """Divide [..., features/G] by the root mean square over features split over `axis` (empty: none); float32 inside.
+    """Divide [..., features/G] by the root mean square over features split over `axis` ("" for none), in float32.
 
-    Collective: one all-reduce over `axis` of one float32 a row each way.
+    Collectives: an all-reduce over `axis` of one float32 number per row, forward and backward.
     """
     return _norm(x, scale, None, _Norm(eps, axis))
 
@@ -41,28 +42,29 @@ class _Norm(NamedTuple):
 
     eps: float
     axis: str = ""
-    """Mesh axis that features are split over; empty: none."""
+    """Mesh axis that splits features; "" for none."""
     centred: bool = False
-    """True if the mean is taken off."""
+    """True if the mean is subtracted."""
 
 
 def _norm(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, norm: _Norm) -> jax.Array:
     params = [None if p is None else p.astype(jnp.float32) for p in (scale, shift)]
-    # As they vary, so must their gradients, of which no parameter's is reduced here.
+    # Inputs are marked varying over the mesh, so their cotangents are too: the scale's gradient stays a partial sum,
+    # which the caller reduces.
     axes = frozenset().union(*(compat.varying_axes(a) for a in (x, *params) if a is not None))
     return _normalised(mark_varying(x, axes), *(None if p is None else mark_varying(p, axes) for p in params), norm)
 
 
 class _Saved(NamedTuple):
-    """Operands and two float32 numbers a row, which the backward pass reads."""
+    """Residuals for the backward pass: the operands and two float32 numbers per row."""
 
     x: jax.Array
     scale: jax.Array | None
     shift: jax.Array | None
     mean: jax.Array | None
-    """None where it is not taken off."""
+    """None if it is not subtracted."""
     factor: jax.Array
-    """Reciprocal of the deviation, or of the root mean square."""
+    """Reciprocal of the standard deviation or of the root mean square."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -75,7 +77,7 @@ def _forward(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, nor
     y = _unscaled(x, mean, factor)
     y = y if scale is None else y * scale
     y = y if shift is None else y + shift
-    # The barrier keeps XLA from taking this pass's float32 rows for the backward pass's.
+    # Without the barrier, XLA would keep this pass's float32 rows for the backward pass instead of recomputing them.
     return y.astype(x.dtype), _Saved(x, scale, shift, *lax.optimization_barrier((mean, factor)))
 
 
@@ -95,7 +97,7 @@ _normalised.defvjp(_forward, _backward)
 
 
 def _statistics(h: jax.Array, norm: _Norm) -> tuple[jax.Array | None, jax.Array]:
-    """Return the mean, None where it is not taken off, and the factor of each row, [..., 1]."""
+    """Return each row's mean, None if it is not subtracted, and its factor, both [..., 1]."""
     if not norm.centred:
         return None, lax.rsqrt(_means(norm.axis, jnp.square(h))[0] + norm.eps)
     mean = jnp.mean(h, -1, keepdims=True)
@@ -104,7 +106,8 @@ def _statistics(h: jax.Array, norm: _Norm) -> tuple[jax.Array | None, jax.Array]
 
 
 def _means(axis: str, *rows: jax.Array) -> list[jax.Array]:
-    """Return the means [..., 1] over features split over `axis`, one of each operand; collective: one all-reduce."""
+    """Return each operand's mean [..., 1] over features split over `axis`; collective: one all-reduce."""
+    # Concatenated, so that all means share one collective, which is bound by latency.
     means = [jnp.mean(row, -1, keepdims=True) for row in rows]
     if axis_size(axis) == 1:
         return means
@@ -117,7 +120,7 @@ def _unscaled(x: jax.Array, mean: jax.Array | None, factor: jax.Array) -> jax.Ar
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm over features split over `x`: zero mean and unit variance, then scale and shift."""
+    """LayerNorm over features split over `x`."""
 
     def __init__(self, features: int, *, eps: float):
         self.eps = eps
@@ -125,22 +128,22 @@ class LayerNorm(nnx.Module):
         self.shift = constant_param((features,), 0.0, P(FEATURE_AXIS), role="norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features/Gx] -> same; collectives as in `layer_norm`."""
+        """Normalize [..., features/Gx]; collectives as in `layer_norm`."""
         return layer_norm(x, self.scale.get_value(), self.shift.get_value(), self.eps)
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm over features split over `axis` (empty: none, as those of a head), scaled by `offset` plus the weight."""
+    """RMSNorm over features split over `axis` ("" for none, as within a head), scaled by `offset` plus the weight."""
 
     def __init__(self, features: int, *, eps: float, offset: float = 0.0, axis: str = FEATURE_AXIS):
         self.eps, self.offset, self.axis = eps, offset, axis
         self.scale = constant_param((features,), 1.0 - offset, P(axis) if axis else P(), role="norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features/Gx] -> same; collectives as in `rms_norm`.
+        """Normalize [..., features/Gx]; collectives as in `rms_norm`.
 
-        A weight of heads that are split has a gradient that is all-reduced over their axes, 4 head_dim bytes a
-        microbatch.
+        If heads are split, the gradient of their common weight is all-reduced over the axes that split them,
+        4 head_dim bytes per microbatch.
         """
         scale = self.scale.get_value()
         return rms_norm(x, scale.astype(jnp.float32) + self.offset if self.offset else scale, self.eps, self.axis)

@@ -1,4 +1,4 @@
-"""Parameters with a layout: born sharded, named by path, taken out of a module and merged again; gradients' norm."""
+"""Sharded parameters: creation in place, splitting modules into named parameters and back, norms of gradients."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +19,24 @@ from axonn_jax.tensor.specs import spec_axes
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
 Role = Literal["", "norm", "router", "load", "adapter"]
-"""Role of a parameter, declared where it is made. Those with one are float32 in every precision, as are their
-gradients, and never pruned: a norm's and a router's, which are read in float32, the bias whose gradient is its experts'
-`load` (`experts.load`), and those of an `adapter` (`adapters.layers`), beside which no other parameter is trained."""
+"""Role of a parameter, declared at its creation. A parameter with a role is never pruned, and it and its gradient are
+float32 in every precision. Roles are those of norms and routers, which are read in float32; of the bias whose gradient
+is its experts' `load` (`experts.load`); and of an `adapter` (`adapters.layers`), next to which nothing else is trained.
+"""
 GENERATOR = "threefry2x32"
-"""Generator of all random numbers, by name: a site may set jax's default to `rbg`, which draws other numbers in another
-layout or under `jax.vmap`."""
+"""Name of the generator of all random numbers. A site may set jax's default to `rbg`, whose numbers depend on the
+layout and on `jax.vmap`."""
 
 
 def key_of(seed: Any) -> jax.Array:
-    """Return the random key of a seed."""
+    """Return the random key of a seed, always for `GENERATOR`."""
     return jax.random.key(seed, impl=GENERATOR)
 
 
 def portable_keys(key: jax.Array, count: int) -> list[jax.Array]:
-    """Return keys of `GENERATOR`, made of a user's key of any generator by its first words, so many as asked for.
+    """Return `count` keys of `GENERATOR`, derived from a user's key of any generator.
 
-    The words of a seed's key are those of `key_of` with `rbg` too, so a model has the same weights with both.
+    A seed's key begins with the same words for `rbg` as for `GENERATOR`, so a model gets the same weights with both.
     """
     root = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=GENERATOR)
     return [jax.random.fold_in(root, number) for number in range(count)]
@@ -50,9 +51,17 @@ def normal_param(
     padded: tuple[int, ...] | None = None,
     role: Role = "",
 ) -> nnx.Param[jax.Array]:
-    """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`; zero up to a `padded` shape.
+    """Return a float32 parameter drawn from a normal distribution with mean 0 and standard deviation `std`.
 
-    Under `jax.set_mesh` each device makes its own shard and nothing else; the values do not depend on the mesh.
+    Under `jax.set_mesh` each device creates only its own shard; the values do not depend on the mesh.
+
+    Args:
+        key: Random key.
+        shape: Global shape of the drawn values.
+        std: Standard deviation.
+        spec: Layout.
+        padded: Global shape of the parameter, zero beyond `shape`; None for `shape` itself.
+        role: Role of the parameter.
     """
     return _param(_normal(shape, std, padded or shape), key, spec, role)
 
@@ -60,18 +69,19 @@ def normal_param(
 def uniform_param(
     key: jax.Array, shape: tuple[int, ...], bound: float, spec: PartitionSpec, *, role: Role = ""
 ) -> nnx.Param[jax.Array]:
-    """A float32 parameter drawn evenly from -`bound` to `bound`, of global `shape`, laid out by `spec`."""
+    """Return a float32 parameter of global `shape`, laid out by `spec`, drawn uniformly from [-`bound`, `bound`)."""
     return _param(_uniform(shape, bound), key, spec, role)
 
 
 def constant_param(
     shape: tuple[int, ...], value: float, spec: PartitionSpec, *, role: Role = ""
 ) -> nnx.Param[jax.Array]:
-    """A float32 parameter filled with `value`, of global `shape`, laid out by `spec`."""
+    """Return a float32 parameter of global `shape`, laid out by `spec`, filled with `value`."""
     return _param(_constant(shape, value), None, spec, role)
 
 
-@functools.cache  # one function object a kind, so that jit compiles each once
+# Cached, so that parameters of one kind share a function object and jit compiles it once.
+@functools.cache
 def _normal(shape: tuple[int, ...], std: float, padded: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     def draw(key: jax.Array) -> jax.Array:
         drawn = jnp.float32(std) * jax.random.normal(key, shape, jnp.float32)
@@ -105,53 +115,54 @@ def _param(
 
 
 class SplitModule(NamedTuple):
-    """Module split into parameters and layouts by dotted path, and a function that rebuilds the module."""
+    """Module split into parameters and layouts by dotted path, with a function that rebuilds it."""
 
     params: Params
     specs: Specs
     merge: Callable[[Mapping[str, jax.Array]], nnx.Module]
     roles: Mapping[str, Role] = MappingProxyType({})
-    """Roles by name, of the parameters that have one."""
+    """Roles by name, for parameters that have one."""
 
     @property
     def loads(self) -> frozenset[str]:
-        """The trained parameters whose gradients are counts."""
+        """Names of the trained parameters whose gradients are counts."""
         return frozenset(name for name in self.trained if self.roles.get(name) == "load")
 
     @property
     def adapters(self) -> frozenset[str]:
-        """The parameters of adapters; where there are any, they alone are trained."""
+        """Names of the adapters' parameters; if there are any, only they are trained."""
         return frozenset(name for name, role in self.roles.items() if role == "adapter")
 
     @property
     def trained(self) -> Params:
-        """The parameters that are trained, by name."""
+        """Trained parameters by name."""
         adapters = self.adapters
         return {name: p for name, p in self.params.items() if name in adapters} if adapters else self.params
 
     @property
     def frozen(self) -> Params:
-        """The parameters that no step changes, by name."""
+        """Parameters that no step changes, by name."""
         trained = self.trained
         return {name: p for name, p in self.params.items() if name not in trained}
 
     def sum_axes(self, name: str, token_axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes over which a device's gradient of a parameter is a partial sum, but for those that split it.
+        """Return the axes over which a device's gradient of a parameter is a partial sum.
 
-        These are the axes that split tokens. The products inside an adapter are partial sums over all other axes too.
+        These are the axes that split tokens, and for an adapter, whose products are partial sums, all others as well.
+        Callers leave out the axes that split the parameter itself.
         """
         return MESH_AXES if name in self.adapters else tuple(token_axes)
 
 
 def split_module(module: nnx.Module) -> SplitModule:
-    """Split a module into a flat dict of parameters, one of layouts, and a function that rebuilds the module.
+    """Split a module into flat dicts of parameters and layouts, and a function that rebuilds the module.
 
-    Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
+    Names are attribute paths joined by dots (``blocks.3.attention.qkv.kernel``), independent of the grid.
     """
     split: Any = nnx.split(module, nnx.Param, ...)
     graphdef, state, other_state = split
     flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
-    # The way back must not keep the arrays alive: a trainer has it as long as it lives.
+    # Keep shapes only: a trainer holds `merge` for its lifetime, and the closure must not keep the arrays alive.
     empty = {name: (path, var.replace(jax.tree.map(_shape, var.get_value()))) for name, (path, var) in flat.items()}
 
     def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
@@ -166,10 +177,10 @@ def split_module(module: nnx.Module) -> SplitModule:
 
 
 def evaluating(parts: SplitModule) -> SplitModule:
-    """Return the parts of a module in Flax's evaluation mode (``nnx.Module.eval``); the same parts if nothing changes.
+    """Return a split module in Flax's evaluation mode (``nnx.Module.eval``); the same object if nothing changes.
 
     Args:
-        parts: The module taken apart, of which parameters may be shapes alone.
+        parts: The split module; its parameters may be shapes.
     """
 
     def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
@@ -182,12 +193,12 @@ def evaluating(parts: SplitModule) -> SplitModule:
 
 
 def renewed(state: Any) -> Any:
-    """Return a state of the same values in new variables, which a traced module may change."""
+    """Return a state with the same values in new variables, which a traced module may modify."""
     return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])
 
 
 def shapes_alone(make: Callable[[], nnx.Module]) -> nnx.Module:
-    """Return a module as `make` gives it, with shapes in place of parameters; other, small state is real."""
+    """Return the module that `make` builds with shapes in place of parameters; other state has real values."""
     module: nnx.Module = nnx.eval_shape(make)
     state = nnx.Not(nnx.Param)
     if jax.tree.leaves(nnx.state(module, state)):
@@ -200,9 +211,9 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
-    """Lay parameters out on a mesh; those that lie there already stay as they are."""
+    """Lay parameters out on a mesh; those already in their layout are returned unchanged."""
     shardings = {name: NamedSharding(mesh, specs[name]) for name in params}
-    # Of an array of this process alone `jax.device_put` would send all values to the others, to compare them.
+    # For a process-local array `jax.device_put` would send all values to the other processes to compare them.
     copies = {
         name: copied(p, shardings[name])
         for name, p in params.items()
@@ -213,14 +224,15 @@ def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
 
 
 def _shares_shards(value: jax.Array, sharding: NamedSharding) -> bool:
-    """True if `jax.device_put` lets arrays on other devices share a shard, `may_alias=False` or not (jax 0.10.2)."""
+    """True if `jax.device_put` shares a shard between arrays on different devices despite `may_alias=False`."""
+    # As of jax 0.10.2.
     current = value.sharding
     same = current.shard_shape(value.shape) == sharding.shard_shape(value.shape)
     return same and current.device_set != sharding.device_set
 
 
 def copied(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Return an array in new memory, laid out on a mesh, which other processes may share; all have the same value."""
+    """Copy an array into new memory, laid out on a mesh that may span processes, which must all pass the same value."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = copied(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
@@ -233,7 +245,7 @@ def copied(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule:
-    """The same parts with shapes in place of parameters, of another `dtype` if given and where they have no role."""
+    """Return the same parts with shapes in place of parameters, in `dtype` if given, except for those with a role."""
     shapes: Any = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype if dtype is None or name in parts.roles else dtype)
         for name, p in parts.params.items()
@@ -242,27 +254,28 @@ def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule
 
 
 def layout(metadata: Mapping[str, Any]) -> PartitionSpec:
-    """The layout a parameter was declared with; layers that declare none (plain Flax ones) are replicated."""
+    """Return the layout a parameter was declared with; replicated if there is none, as in plain Flax layers."""
     declared = metadata.get("out_sharding")
     return PartitionSpec() if declared is None else PartitionSpec(*declared)
 
 
 def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
-    """Euclidean norm of all gradients: the root of `square_sum`, with its collective."""
+    """Return the Euclidean norm of all gradients; the collective is that of `square_sum`."""
     return jnp.sqrt(square_sum(grads, specs))
 
 
 def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
-    """Return the sum of squares of all gradients, each counted once despite replication; inside a manual region.
+    """Return the sum of squares of all gradients, each counted once despite replication.
 
-    Expects gradients already reduced over the axes that replicate them. Collective: one all-reduce of a scalar over
-    `z`, `y`, `x`, and `data` and `expert` where they split parameters.
+    For use inside a manual region, on gradients already reduced over the axes that replicate them. Collective: one
+    all-reduce of a scalar over `z`, `y`, `x`, and `data` and `expert` where they split parameters.
     """
     split = frozenset().union(*(spec_axes(specs[name]) for name in grads))
     axes = tuple(axis for axis in MESH_AXES if axis not in REPLICA_AXES or axis in split)
     total = mark_varying(jnp.zeros((), jnp.float32), axes)
     for name, grad in grads.items():
         square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        # The all-reduce counts a replicated gradient once per copy.
         copies = 1
         for axis in axes:
             copies *= 1 if axis in spec_axes(specs[name]) else axis_size(axis)

@@ -1,4 +1,4 @@
-"""Weights of layers: shards that are gathered, once or for several calls, and pruned ones in a form of their own."""
+"""Layer weights: gathering of shards, per call or once for several calls, and the form of pruned weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from axonn_jax.tensor.specs import split_dim
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatheredWeight:
-    """Weight gathered already, in place of its shard, for layers that several sub-batches share."""
+    """Weight that is already gathered, in place of its shard, for layers that several sub-batches share."""
 
     value: jax.Array
 
@@ -28,34 +28,35 @@ class GatheredWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrunedWeight:
-    """A device's part of a pruned weight, in the weight's own place in a module."""
+    """A device's shard of a pruned weight, which takes the weight's place in a module."""
 
     dense: jax.Array
-    """The part itself, whose entries that are not kept are zero."""
+    """The shard in dense form, with zeros at pruned entries."""
     index: jax.Array
-    """Positions of the kept entries, row by row: [1, ..., slots] int32, ascending; spare slots lie beyond the last."""
+    """Row-major positions of the kept entries: [1, ..., slots] int32, ascending; spare slots point past the end."""
     tap: jax.Array | None = None
-    """[1, ..., slots], of any value: gradients arrive here, in its dtype. None where there are none."""
+    """[1, ..., slots], whose gradient is that of the kept entries, in its dtype; values are unused. None if frozen."""
 
     def shard(self) -> jax.Array:
-        """The dense part, of whose gradient the kept entries alone go on, as soon as it is there; no collectives.
+        """Return the dense shard; its gradient is compressed to the kept entries right away. No collectives.
 
         Source: SAMO (Singh and Bhatele, IPDPS 23), section on compressing gradients layer by layer.
         """
+        # The tap, not the dense shard, is differentiated, so no dense gradient outlives its layer's backward pass.
         if self.tap is None:
             return self.dense
         return _tapped(self.tap, mark_varying(self.dense, compat.varying_axes(self.tap)), self.index)
 
     def trained(self, dtype: jnp.dtype) -> jax.Array:
-        """Return a tap in `dtype`, the array that is differentiated."""
+        """Return a tap in `dtype`, the array to differentiate with respect to."""
         return mark_varying(jnp.zeros(self.index.shape, dtype), compat.varying_axes(self.index))
 
     def holding(self, dense: jax.Array) -> "PrunedWeight":
-        """Return the weight with another array, as of gradients, in the place of the dense part."""
+        """Return the weight with another array, for example of gradients, in place of the dense shard."""
         return replace(self, dense=dense)
 
     def training(self, trained: jax.Array, dtype: jnp.dtype) -> "PrunedWeight":
-        """Return the weight with `trained` as its tap; a gradient that is reduced over `z` is so in `dtype`."""
+        """Return the weight with `trained` as its tap; a reduction of its gradient over `z` happens in `dtype`."""
         return replace(self, dense=self.dense.astype(dtype) if axis_size("z") > 1 else self.dense, tap=trained)
 
 
@@ -71,18 +72,24 @@ _tapped.defvjp(
 
 
 def taken(dense: jax.Array, index: jax.Array) -> jax.Array:
-    """The kept entries [1, ..., slots] of a local dense array; 0 in slots to spare."""
+    """Return the kept entries [1, ..., slots] of a local dense array, 0 in spare slots."""
+    # Promising unique, sorted indices lets XLA gather without the general case.
     flat = dense.reshape(-1).at[index.reshape(-1)]
     entries = flat.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
     return entries.reshape(index.shape)
 
 
 def gather_weight(w: jax.Array | GatheredWeight | PrunedWeight, dtype: jnp.dtype, dim: int = 0) -> jax.Array:
-    """All-gather a weight shard, cast to `dtype`, along `dim` over `z`.
+    """All-gather a weight shard along `dim` over `z`, in `dtype`.
 
-    The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
-    off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
-    elements of the gathered weight * itemsize`, of `dtype` there and of the shard's on the way back.
+    The transpose reduce-scatters the gradient in the shard's dtype. Bytes sent per device on a ring:
+    `(G-1)/G * elements of the gathered weight * itemsize`, with the itemsize of `dtype` forward and of the shard's
+    dtype backward.
+
+    Args:
+        w: The shard; a `GatheredWeight` is returned without a gather.
+        dtype: Dtype of the result; the shard is cast before it travels.
+        dim: Dim along which shards are concatenated.
     """
     if isinstance(w, GatheredWeight):
         return w.value
@@ -93,6 +100,8 @@ def gather_weight(w: jax.Array | GatheredWeight | PrunedWeight, dtype: jnp.dtype
     return checkpoint_name(_gathered(w, jnp.dtype(dtype), dim), "z_all_gather")
 
 
+# A custom VJP, since autodiff would reduce the gradient in `dtype`: summed over many devices in bf16, it would be off
+# by a percent or more.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
     return lax.all_gather(w.astype(dtype), "z", axis=dim, tiled=True)
@@ -105,25 +114,31 @@ _gathered.defvjp(
 
 
 MaybeGathered = dict[str, jax.Array | GatheredWeight]
-"""Parameters as a device has them, shards or gathered full."""
+"""Parameters on a device by name, as shards or gathered."""
 
 Module = TypeVar("Module", bound=nnx.Module)
 
 
 Weight = jax.Array | PrunedWeight
-"""Weight as a layer reads it: an array, or a pytree that a layer takes its shard from."""
+"""Weight as a layer reads it: an array, or a pytree that provides the layer's shard."""
 
 Weights = dict[str, Weight]
-"""Weights as layers read them, by name."""
+"""Weights by name, as layers read them."""
 
 
 def trained(weight: Weight, sums: jnp.dtype) -> jax.Array:
-    """Return the array of a weight that gradients are taken of: the weight itself, or its form's, in dtype `sums`."""
+    """Return the array to differentiate with respect to: the weight itself, or a pruned weight's tap in dtype `sums`."""
     return weight if isinstance(weight, jax.Array) else weight.trained(sums)
 
 
 def training(weights: Mapping[str, Weight], params: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
-    """Return the weights for layers: `params` itself, or a form that hands its gradient on to the array held."""
+    """Return the weights that layers read, whose gradients flow to the arrays in `params`.
+
+    Args:
+        weights: The weights, which determine the form of each result.
+        params: The trained arrays by name, as from `trained`.
+        sums: Dtype in which gradients are reduced.
+    """
     layer_weights = dict(params)
     for name, value in params.items():
         if not isinstance(weight := weights[name], jax.Array):
@@ -134,9 +149,13 @@ def training(weights: Mapping[str, Weight], params: Mapping[str, Any], sums: jnp
 def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Module:
     """Return the module with its weights gathered over `z` in `dtype`, inside a manual region.
 
-    Weights below the attribute `skip` stay. However often the module is called, each weight travels once and its
-    gradient is reduce-scattered once. Collectives: an all-gather a weight, as in `gather_weight`; none where `z` is of
-    size one.
+    However often the module is called, each weight is gathered once and its gradient reduce-scattered once.
+    Collectives: an all-gather per weight, as in `gather_weight`; none if `z` has size one.
+
+    Args:
+        module: The module.
+        dtype: Dtype of the gathered weights.
+        skip: Attribute whose weights are not gathered.
     """
     if axis_size("z") == 1:
         return module
@@ -146,10 +165,8 @@ def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Modul
 
 
 def cast_for_reduction(dtype: jnp.dtype, params: MaybeGathered | Params, specs: Specs) -> MaybeGathered:
-    """The parameters with shards over `z` in the dtype in which their gradients are to be reduce-scattered.
-
-    `gather_weight` scatters in the dtype it is given; the cast folds with the one to the dtype it gathers in.
-    """
+    """Return the parameters with shards over `z` cast to the dtype in which their gradients are reduce-scattered."""
+    # `gather_weight` scatters in its input's dtype; this cast folds with the one to the dtype it gathers in.
     if axis_size("z") == 1:
         return dict(params)
     return {
@@ -159,9 +176,9 @@ def cast_for_reduction(dtype: jnp.dtype, params: MaybeGathered | Params, specs: 
 
 
 def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> MaybeGathered:
-    """Gather every parameter that is split over `z` in `dtype`, inside a manual region; others stay.
+    """Gather every parameter that is split over `z`, in `dtype`, inside a manual region.
 
-    Collectives: an all-gather a weight, as in `gather_weight`; none where `z` is of size one.
+    Collectives: an all-gather per weight, as in `gather_weight`; none if `z` has size one.
     """
     if axis_size("z") == 1:
         return dict(params)
@@ -174,10 +191,10 @@ def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> MaybeGather
 
 
 def gather_once(params: Params, specs: Specs, dtype: jnp.dtype, inside: str) -> Params:
-    """Parameters outside `inside` (a name's prefix) that are split over `z`, gathered in `dtype`; empty without `z`.
+    """Return, gathered in `dtype`, the parameters split over `z` whose names do not begin with `inside`.
 
-    For parameters that every microbatch reads first or last, with nothing to hide a gather behind. Collectives: an
-    all-gather a weight, as in `gather_weight`; none where `z` is of size one.
+    Meant for parameters that every microbatch reads first or last, with no computation to hide a gather behind.
+    Collectives: an all-gather per weight, as in `gather_weight`; none, and an empty result, if `z` has size one.
     """
     outside = {name: value for name, value in params.items() if not name.startswith(inside)}
     gathered = gather_params(outside, specs, dtype)
@@ -185,9 +202,9 @@ def gather_once(params: Params, specs: Specs, dtype: jnp.dtype, inside: str) -> 
 
 
 def as_gathered(shards: MaybeGathered | Params, gathered: Params, specs: Specs) -> MaybeGathered:
-    """The parameters with those in `gathered` taken from there; their gradients are the shards', as `gather_weight`'s.
+    """Return the parameters with those in `gathered` substituted; their gradients flow to the shards.
 
-    Collectives, in the backward pass: a reduce-scatter a weight, as in `reduce_scatter`.
+    Collectives: in the backward pass a reduce-scatter per weight, as in `reduce_scatter`.
     """
     params: MaybeGathered = dict(shards)
     for name, full in gathered.items():
@@ -210,9 +227,9 @@ _as_gathered.defvjp(
 
 
 def scatter_grads(sums: Mapping[str, jax.Array | GatheredWeight], specs: Specs) -> Params:
-    """Whole gradients of gathered parameters -> each device's shard, summed over `z`; the others as they are.
+    """Reduce the full gradients of gathered parameters over `z` to each device's shard.
 
-    Collectives: a reduce-scatter a weight, as in `reduce_scatter`.
+    Collectives: a reduce-scatter per weight, as in `reduce_scatter`.
     """
     shards: Params = {}
     for name, value in sums.items():

@@ -11,14 +11,17 @@ from axonn_jax.tensor.overlap.op_cost import OpTimes, axes_of, flops, is_collect
 
 _PASS_THROUGH = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
 _SUMMED = _PASS_THROUGH | {"add", "concatenate"}
-"""Operations between a gradient and its reduction over replicas: also the sum over microbatches, a bucket."""
-_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
-_SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
+"""Operations between a gradient and its reduction over replicas, including sums over microbatches and bucketing."""
+# Matmuls that a weight gradient may wait for; if it waited longer, its operands would fill the memory.
+_PATIENCE = 6
+# Multiple of its estimated seconds that a reduce-scatter may take: it shares the links with gathers, and nothing but
+# memory waits for it.
+_SLACK = 3.0
 
 
 @dataclass
 class Window:
-    """Collective, with the matmuls that run beside and behind it."""
+    """Collective with the matmuls that run during and after it, by position."""
 
     collective: int
     overlapping: int | None = None
@@ -28,12 +31,20 @@ class Window:
 
 
 class ListScheduler:
-    """Virtual time: one compute unit, and links inside and between nodes that each serve one collective at a time."""
+    """Simulation in virtual time of one compute unit and of links that each serve one collective at a time.
+
+    Intra-node and inter-node links are separate. The longest chain runs first.
+
+    Args:
+        eqns: The program's equations.
+        costs: Estimates of their times.
+        recomputes: True if the backward pass recomputes matmuls.
+    """
 
     def __init__(self, eqns: Sequence[JaxprEqn], costs: OpTimes, recomputes: bool):
         self.eqns = eqns
-        # A large collective then leaves the links to a small one first. Matmuls that are computed again would run in
-        # the meantime, long before they have to, and fill the memory that this is to save.
+        # Let small collectives go before large ones, unless the program recomputes: recomputed matmuls would run in the
+        # meantime, long before they are needed, and fill the memory that recomputation is meant to save.
         self.yield_links = not recomputes
         producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.producers = [
@@ -43,7 +54,7 @@ class ListScheduler:
         for i, sources in enumerate(self.producers):
             for source in sources:
                 self.consumers[source].append(i)
-        # Weights are there from the start; a split stream (over `y`) is not.
+        # Weights are available from the start, so their gathers cost nothing; a split stream (over `y`) is not.
         early = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "all_gather" and axes_of(eqn) == ("z",)}
         self.seconds = [0.0 if i in early else costs.seconds(eqn) for i, eqn in enumerate(eqns)]
         self.links = [costs.link(eqn) if is_collective(eqn) else None for eqn in eqns]
@@ -64,11 +75,11 @@ class ListScheduler:
                 self.urgent[i] = self.urgent[i] or reduced[i]
 
         self.sequence: list[int] = []
-        """The order in which everything has run at the end of virtual time."""
+        """The equations in the order in which they ran."""
         self.windows: list[Window] = []
-        """The matmuls beside each collective."""
+        """The matmuls around each collective."""
         self.yields: dict[int, list[int]] = {}
-        """Small collectives before which large ones do not start."""
+        """For a large collective, the small ones that go first."""
         self._run()
 
     def _run(self) -> None:
@@ -104,7 +115,8 @@ class ListScheduler:
                     yielding.setdefault(j, []).append(i)
                 return
             lane = self.links[i]
-            begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
+            # Small collectives are bound by latency, so they do not queue behind others for the links.
+            begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)
             lanes[lane] = max(lanes.get(lane, 0.0), begin + self.seconds[i])
             self.sequence.append(i)
             self.windows.append(Window(i))
@@ -138,9 +150,10 @@ class ListScheduler:
                 pending = [end for end, _ in in_flight if end > now]
                 if not over and pending:
                     now = min(pending)
-                elif ended and not over:  # nothing else can run beside it; none: all that was ready had begun
+                elif ended and not over:  # nothing can run during it; empty if all that was ready had begun
                     finish(ended[0])
                 continue
+            # A heap by rank alone would starve weight gradients, which no long chain follows.
             patient = not waiting or matmuls_run - waiting[0][0] < _PATIENCE
             i = heapq.heappop(ready)[2] if patient or ready[0][0] is False else heapq.heappop(waiting)[1]
             since = sinces.pop(i)
@@ -157,10 +170,8 @@ class ListScheduler:
             release(i, matmuls_run if i in self.matmul else since)
 
     def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
-        """Small collectives that follow arrived results with only elementwise work in between.
-
-        Behind a large one they would wait for the links, and all other work for them.
-        """
+        """Return small collectives that need only elementwise work on results that have arrived."""
+        # Queued behind a large collective they would wait for the links, and all other work would wait for them.
         small: list[int] = []
         seen: set[int] = set()
         ahead = [j for window in over for j in self.consumers[window.collective]]
@@ -176,7 +187,7 @@ class ListScheduler:
         return small
 
     def _only_elementwise(self, i: int, done: set[int]) -> bool:
-        """True if nothing that has yet to run before an equation is a matmul or collective."""
+        """True if no matmul or collective has yet to run before an equation."""
         behind = [j for j in self.producers[i] if j not in done]
         seen: set[int] = set()
         while behind:
@@ -189,7 +200,7 @@ class ListScheduler:
         return True
 
     def small(self, i: int) -> bool:
-        """True if a collective is a matter of latency, as a norm's sums are."""
+        """True if latency dominates a collective, as it does for a norm's sums."""
         return self.seconds[i] < 2 * H100.latency_s
 
 
@@ -198,7 +209,7 @@ def _over_replicas(eqn: JaxprEqn) -> bool:
 
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
-    """Matmuls worth hiding a collective behind, by position."""
+    """Return the FLOPs of matmuls large enough to hide a collective behind, by position."""
     counts = {i: count for i, eqn in enumerate(eqns) if (count := flops(eqn))}
     least = max(counts.values(), default=0.0) / 100
     return {i: count for i, count in counts.items() if count >= least}

@@ -1,4 +1,4 @@
-"""Times of equations by an accelerator's round figures: only an order is taken from them, never a time."""
+"""Rough execution times of equations on an accelerator, used only to order them, never as predictions."""
 
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -14,32 +14,37 @@ _BYTES_PER_S = 3e12
 
 
 class OpTimes:
-    """Seconds of equations in a manual region over a mesh whose axes have `sizes`, slowest first."""
+    """Estimates of equations' times inside a manual region.
+
+    Args:
+        sizes: Sizes of the mesh's axes, slowest first.
+    """
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
 
     def seconds(self, eqn: JaxprEqn) -> float:
-        """Seconds of an equation: a matmul's or collective's own estimate, otherwise by the bytes of the results."""
+        """Return the estimate for an equation: by FLOPs, by a collective's ring bytes, or by bytes of the results."""
         if is_collective(eqn):
             return H100.latency_s + self._ring_bytes(eqn) / self._ring_rate(eqn)
         if count := flops(eqn):
             return count / _FLOPS_PER_S
-        return _bytes(eqn.outvars) / _BYTES_PER_S / 4  # most is fused with its neighbours
+        # XLA fuses most elementwise work with its neighbours, so count a quarter of the traffic.
+        return _bytes(eqn.outvars) / _BYTES_PER_S / 4
 
     def link(self, eqn: JaxprEqn) -> Link:
-        """Links that serve a collective: a node's if each group lies in one node."""
+        """Return the links that serve a collective: a node's if every group lies within one node."""
         inner = self._inner(eqn)
         return "node" if prod(inner.values()) <= H100.node_devices else "network"
 
     def _inner(self, eqn: JaxprEqn) -> dict[str, int]:
-        """Sizes of the axes from the collective's slowest one inwards, which span its members."""
+        """Return the sizes of the axes from the collective's slowest one inwards, which span its members."""
         names, over = list(self.sizes), axes_of(eqn)
         first = min((names.index(axis) for axis in over if axis in self.sizes), default=len(names))
         return {name: self.sizes[name] for name in names[first:]}
 
     def _ring_rate(self, eqn: JaxprEqn) -> float:
-        """Bytes per second that a device sends: rings that cross nodes share their node's rate."""
+        """Return the bytes per second that a device sends; rings that cross nodes share their node's rate."""
         if self.link(eqn) == "node":
             return H100.node_bytes_per_s
         over = axes_of(eqn)
@@ -58,7 +63,7 @@ def is_collective(eqn: JaxprEqn) -> bool:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """FLOPs of a matmul, or of the matmuls in a loop; 0 for anything else."""
+    """Return the FLOPs of a matmul, or of all matmuls in a loop; 0 for anything else."""
     if eqn.primitive.name == "scan":
         return float(eqn.params["length"]) * sum(map(flops, eqn.params["jaxpr"].jaxpr.eqns))
     if eqn.primitive.name != "dot_general":
@@ -69,12 +74,12 @@ def flops(eqn: JaxprEqn) -> float:
 
 
 def aval_of(atom: Any) -> Any:
-    """Shape and dtype of a variable or literal."""
+    """Return the abstract value (shape and dtype) of a variable or literal."""
     return atom.aval
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Mesh axes of a collective."""
+    """Return the mesh axes of a collective."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     return axes if isinstance(axes, tuple) else (axes,)
 

@@ -1,9 +1,9 @@
-"""An order of computation that leaves every collective something to run beside.
+"""Reordering of a traced program so that every collective overlaps with computation.
 
-XLA's scheduler hides a collective behind a matmul only by chance, after its fusions have joined the elementwise work of
-independent sub-batches into kernels that wait for all of them. Here the order is decided
-first: a traced function is run in virtual time on one compute unit and one network, the longest chain first, and the
-order found is written into the program as dependencies that carry no data.
+XLA's scheduler hides a collective behind a matmul only by chance, because its fusions first merge the elementwise work
+of independent sub-batches into kernels that wait for all of them. Here the order is decided beforehand: a traced
+function is simulated in virtual time on one compute unit and one network, with the longest chain first, and the
+resulting order is written into the program as dependencies that carry no data.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,12 @@ _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "check
 
 
 def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with its order of computation fixed; for use inside a manual region, and not differentiable.
+    """Return `f` with its order of computation fixed.
 
-    Gradients are taken inside `f`. Values and collectives are those of `f`.
+    The result computes the same values with the same collectives. It is not differentiable: `f` takes gradients itself.
+
+    Args:
+        f: Function to be called inside a manual region.
     """
 
     def run(*args: Any) -> Any:
@@ -39,9 +42,9 @@ def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a traced function with its equations reordered, and dependencies that keep XLA to the order.
+    """Return a traced function with its equations reordered, and with dependencies that make XLA keep the order.
 
-    A function without communication stays unchanged.
+    A function without collectives is returned unchanged.
     """
     costs = OpTimes({axis: axis_size(axis) for axis in MESH_AXES})
     eqns, outvars = _flat(closed.jaxpr, costs)
@@ -51,7 +54,7 @@ def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
-    """True if matmuls are computed again in the backward pass."""
+    """True if the backward pass recomputes matmuls."""
     if inside and any(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns):
         return True
     for eqn in jaxpr.eqns:
@@ -64,7 +67,7 @@ def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
 
 
 def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
-    """Equations with calls inlined; a call's intended recomputation stays apart from the first computation."""
+    """Return the equations with calls inlined, and the outputs; recomputation stays separate from the forward pass."""
     out: list[JaxprEqn] = []
 
     def add(jaxpr: Jaxpr, names: dict[Var, Any], outer: bool) -> None:
@@ -94,7 +97,7 @@ def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def _with_ordered_body(eqn: JaxprEqn, costs: OpTimes) -> JaxprEqn:
-    """The loop over layers with its body reordered; any other equation, or a loop without collectives, unchanged."""
+    """Return a loop over layers with its body reordered; other equations, and loops without collectives, unchanged."""
     if eqn.primitive.name != "scan":
         return eqn
     body = eqn.params["jaxpr"]
@@ -110,7 +113,7 @@ def _fresh_var(v: Any) -> Var:
 
 
 def _behind_barrier(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
-    """Put values behind a barrier, as `jax.checkpoint` does: XLA would find the first computation's results."""
+    # As `jax.checkpoint` does: without a barrier XLA would eliminate the recomputation as a common subexpression.
     (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
     results = []
     for value in values:
@@ -123,13 +126,14 @@ def _behind_barrier(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
 
 
 def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListScheduler) -> ClosedJaxpr:
-    """Write the order into the program.
+    """Write the order into the program as dependencies.
 
-    A matmul comes after the one before it, and users of a collective's result come after the last matmul that ran
-    beside the collective.
+    Each matmul depends on the previous one, and users of a collective's result depend on the last matmul that ran
+    during the collective.
     """
     eqns, tie = scheduler.eqns, _ties()
-    ancestors: dict[int, int] = {}  # bit sets
+    # Bit sets: a dependency that the program implies already needs no tie.
+    ancestors: dict[int, int] = {}
     out: list[JaxprEqn] = []
     names: dict[Var, Any] = {}
 
@@ -138,8 +142,8 @@ def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListSched
         return out[-1].outvars[0]
 
     last: int | None = None
-    delayed: dict[int, list[int]] = {}  # collectives whose users wait for a matmul beside them, by that matmul
-    awaited: dict[int, list[int]] = {}  # collectives without a user before the end, by the matmul that waits for them
+    delayed: dict[int, list[int]] = {}  # collectives whose users wait for an overlapping matmul, by that matmul
+    awaited: dict[int, list[int]] = {}  # large collectives, by the first matmul after them, which waits for them
     for window in scheduler.windows:
         if window.overlapping is None:
             continue
@@ -173,22 +177,22 @@ def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListSched
 
 
 def _carrier(eqn: JaxprEqn) -> int:
-    """Index of the operand of a matmul, or loop of matmuls, that takes the dependency: the smallest."""
+    """Return the index of the operand, the smallest, through which a matmul or loop of matmuls takes a dependency."""
     variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and _is_number(v)]
     return min(variables, key=lambda i: aval_of(eqn.invars[i]).size)
 
 
 def _result(eqn: JaxprEqn) -> Var:
-    """Result whose presence shows that the equation has been computed; not a dropped one."""
+    """Return a result that shows that the equation has been computed, not a dropped one."""
     return next(v for v in eqn.outvars if type(v) is Var and _is_number(v))
 
 
 def _is_number(v: Var) -> bool:
-    """True if it is neither an index nor a key."""
+    """True for floating-point variables, as opposed to indices and random keys."""
     return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
 
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:
-    """Make ties of two variables; an equation belongs to the mesh that it was traced on."""
+    # Traced here and not once per process, since an equation belongs to the mesh it was traced on.
     (eqn,) = jax.make_jaxpr(after)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_fresh_var(x)])

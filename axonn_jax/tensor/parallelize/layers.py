@@ -169,7 +169,7 @@ def _conv_transpose(layer: Any, inputs: jax.Array) -> jax.Array:
 
 
 def _embed(layer: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """Look up ids [rows, ...] -> [rows, ..., features], the vocabulary over `in_axis` and `z`, features over `out_axis`.
+    """Look up ids [rows, ...] -> [rows, ..., features]: vocabulary over `in_axis` and `z`, features over `out_axis`.
 
     Collectives: all-gather of the table over `z`, all-reduce of the result over `in_axis`; backward a
     reduce-scatter of the table's gradient over `z`, an all-reduce over `data`.
