@@ -1,4 +1,4 @@
-"""Causal self-attention with heads sharded over `y`, and the choice between its kernels."""
+"""Causal self-attention with heads sharded over `y`, computed by the kernel that suits the device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -20,38 +20,45 @@ from axonn_jax.tensor.norm import RMSNorm
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding: angles by which pairs of features turn from one token to the next."""
+    """Rotary embedding, which rotates pairs of features from one token to the next."""
 
     frequencies: tuple[float, ...]
-    """Radians per token of each pair; head_dim/2 numbers."""
+    """Radians per token for each of the head_dim/2 pairs."""
     amplitude: float = 1.0
-    """Factor on rotated features."""
+    """Factor applied to rotated features."""
 
 
 class Documents(NamedTuple):
-    """Documents in rows [batch, seq] that hold several."""
+    """Boundaries of documents packed into rows, as arrays [batch, seq]."""
 
     numbers: jax.Array
-    """Number of each token's document in its row, int32."""
+    """Index of each token's document within its row, int32."""
     positions: jax.Array
-    """Position of each token in its document, int32."""
+    """Position of each token within its document, int32."""
 
 
 Held = TypeVar("Held")
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionRule], tuple[jax.Array, Held]]
-"""Attention function: queries, keys and values, the layer's rule -> attended values, and state that the function keeps,
-as a cache."""
+"""Attention function of queries, keys, values and the layer's rule; returns attended values and state, such as a cache.
+"""
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of each token's angles, both [batch or 1, seq, 1, head_dim/2] float32."""
+    """Cosines and sines of each token's rotation angles, both [batch or 1, seq, 1, head_dim/2] float32."""
 
     cos: jax.Array
     sin: jax.Array
 
 
 def angles(rotation: Rotation, length: int, positions: jax.Array | None = None) -> Angles:
-    """Angles of tokens at `positions` [batch, seq], all below `length`; left out, of those at 0 to `length` - 1."""
+    """Return the rotation angles of tokens.
+
+    Args:
+        rotation: The rotary embedding.
+        length: Bound on the positions.
+        positions: Positions [batch, seq], all below `length`; None for 0 to `length` - 1 in every row.
+    """
+    # In float64 on the host, so that angles are rounded only once, when the tables become float32.
     radians = np.outer(np.arange(length, dtype=np.float64), np.array(rotation.frequencies))
 
     def of_tokens(table: np.ndarray[Any, Any]) -> jax.Array:
@@ -62,7 +69,7 @@ def angles(rotation: Rotation, length: int, positions: jax.Array | None = None) 
 
 
 def rotary(x: jax.Array, by: Angles) -> jax.Array:
-    """Rotate features [batch, seq, heads, head_dim] (RoFormer, eq. 34; halves layout as in Llama)."""
+    """Rotate features [batch, seq, heads, head_dim] (RoFormer, eq. 34), pairing the two halves as Llama does."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], -1)
@@ -72,7 +79,7 @@ def rotary(x: jax.Array, by: Angles) -> jax.Array:
 def _blocked(
     q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, rule: AttentionRule, numbers: jax.Array | None
 ) -> jax.Array:
-    """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
+    """Apply `blocked_attention` to [batch, seq, heads, head_dim], repeating each KV head for its group of queries."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
 
@@ -93,12 +100,19 @@ def causal_attention(
     rule: AttentionRule = EVERY_TOKEN,
     numbers: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
+    """Compute causal softmax attention on local heads; no collectives.
 
-    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. A token sees
-    the tokens that the `rule` has, and of these only such with its own number in `numbers` [batch, seq] (`Documents`).
-    The form is that of `kernel_choice.choose_form` on the default backend's device; `Tiles` are the blocked one in such
-    sizes.
+    Args:
+        q: [batch, seq, heads, head_dim].
+        k: [batch, seq, kv_heads, head_dim].
+        v: [batch, seq, kv_heads, head_dim].
+        kernel: Kernel, as for `kernel_choice.choose_form` on the default backend's device; `Tiles` select the blocked
+            kernel with these sizes.
+        rule: The tokens that each token sees.
+        numbers: Document index of each token, [batch, seq]; a token sees only its own document. None for one document.
+
+    Returns:
+        Attended values with the shape of `q`.
     """
     if isinstance(kernel, Tiles):
         return _blocked(q, k, v, kernel, rule, numbers)
@@ -117,17 +131,17 @@ def causal_attention(
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    import tokamax
+    import tokamax  # an optional dependency, for TPUs only
 
     return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="mosaic_tpu")  # type: ignore[no-any-return]
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention: heads over `y`, the fused projection's columns ordered by KV head.
+    """Grouped-query self-attention with heads split over `y` (over `y` and `x` with `comm` "gather").
 
-    A KV head's columns are its queries, its key, its value, side by side; so a `y` shard holds whole groups and
-    the stored layout is the same on every grid. With `comm` "gather" heads are over `y` and `x`. `norm_eps` is that of
-    the norms of queries and keys, None without them.
+    The fused projection's columns are ordered by KV head: first its queries, then its key and its value. A shard
+    therefore holds complete groups, and the stored layout is the same on every grid. `norm_eps` is the epsilon of the
+    norms of queries and keys, None for no norms.
     """
 
     def __init__(
@@ -159,9 +173,9 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, documents: Documents | None = None, key: DropoutKey | None = None) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers.
+        """Apply attention to [batch, seq, hidden/Gx], or with `comm` "sequence" to [batch, seq/Gy, hidden/Gx].
 
-        With `comm` "sequence" `x` and the result are [batch, seq/Gy, hidden/Gx].
+        The result has the same shape; the collectives are those of the two `Linear` layers.
         """
         sequence = x.shape[1] * (axis_size(SEQUENCE_AXIS) if self.qkv.comm == "sequence" else 1)
         positions, numbers = (None, None) if documents is None else (documents.positions, documents.numbers)
@@ -171,7 +185,7 @@ class Attention(nnx.Module):
     def project(
         self, x: jax.Array, by: Angles | None, key: DropoutKey | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], local heads."""
+        """Return local queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim]."""
         (qkv,) = column_parallel((self.qkv,), x, key)
         batch, seq, _ = qkv.shape
         qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)

@@ -1,4 +1,4 @@
-"""Token and position embeddings with a sharded table, and the tied projection onto the vocabulary."""
+"""Token and position embeddings with sharded tables, and the tied projection onto the vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,19 @@ from axonn_jax.tensor.weight_gather import gather_weight
 
 
 def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool = False) -> jax.Array:
-    """Rows of a table whose vocabulary is split over `vocab_axis`, for global ids [...]: [vocab/G, f] -> [..., f].
+    """Look up rows of a table whose vocabulary is split over `vocab_axis`.
 
-    Collective: an all-reduce of the result over `vocab_axis` (each shard adds the rows it holds). Where the result is
-    `scattered`, `vocab_axis` is `y` and it is a reduce-scatter along the sequence dim. Ids outside the vocabulary give
-    zeros, or on one shard the nearest row.
+    Collective: an all-reduce of the result over `vocab_axis`, to which each shard contributes its rows; if `scattered`
+    a reduce-scatter instead. Ids outside the vocabulary give zeros, or without a split the nearest row.
+
+    Args:
+        table: [vocab/G, f].
+        ids: Global ids [...].
+        vocab_axis: Axis that splits the vocabulary.
+        scattered: True to split the result's sequence over `vocab_axis`, which must be `y`.
+
+    Returns:
+        [..., f].
     """
     if axis_size(vocab_axis) == 1:
         return _rows(table, ids)
@@ -38,7 +46,7 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
 
 
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return rows of a table on one device; a row's gradient, summed over all its tokens, adds up in float32."""
+    """Look up rows of a local table; a row's gradient is summed over all its tokens in float32."""
     if table.dtype == jnp.float32:
         return jnp.take(table, ids, axis=0, mode="clip")
     return _wide_sums(mark_varying(table, compat.varying_axes(ids)), ids)
@@ -59,9 +67,9 @@ _wide_sums.defvjp(lambda table, ids: (_wide_sums(table, ids), (table, ids)), _ba
 
 
 def tied_logits(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, *, few: int = 0) -> jax.Array:
-    """Multiply `h` with every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
+    """Return the logits of `h` against every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
-    `few` as for `matmul`. Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over
+    `few` is as for `matmul`. Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over
     `vocab_axis`.
     """
     h = mark_varying(h, (vocab_axis,))
@@ -69,10 +77,10 @@ def tied_logits(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: s
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`.
+    """Token embedding with a table [vocab, hidden], its vocabulary split over `y` and `z`, its features over `x`.
 
-    With `sequence_split` the stream's sequence is split over `y`. The table has `rows` rows, zeros beyond a vocabulary
-    that does not divide.
+    With `sequence_split` the stream's sequence is split over `y`. If the vocabulary does not divide, the table is
+    padded to `rows` rows with zeros.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class Embedding(nnx.Module):
     ):
         self.sequence_split = sequence_split
         self.few = 0
-        """Tokens up to which logits are the transposed product, as in generation on CPUs (`inference.cpu_kernels`)."""
+        """Maximum number of tokens for which logits are a transposed product (`inference.cpu_kernels`)."""
         self.table = normal_param(
             key, (vocab, hidden), std, P(("y", "z"), "x"), padded=(vocab if rows is None else rows, hidden)
         )
@@ -95,14 +103,13 @@ class Embedding(nnx.Module):
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Look up global token ids [...] -> [..., hidden/Gx] in `dtype`.
 
-        Collectives: all-gather of the table over `z`, all-reduce of the result over `y` (each `y` shard adds the
-        rows it holds); backward a reduce-scatter of the table's gradient over `z`. A split stream is reduce-scattered
-        over `y` and its gradient gathered.
+        Collectives: all-gather of the table over `z`, all-reduce of the result over `y`; backward a reduce-scatter of
+        the table's gradient over `z`. A split stream is reduce-scattered over `y` instead, and its gradient gathered.
         """
         return lookup(gather_weight(self.table.get_value(), dtype), ids, "y", scattered=self.sequence_split)
 
     def attend(self, h: jax.Array) -> jax.Array:
-        """Logits of every token, [..., hidden/Gx] -> [..., vocab/Gy], against the (tied) table.
+        """Return the logits of every token against the (tied) table, [..., hidden/Gx] -> [..., vocab/Gy].
 
         Collectives: all-gather of the table over `z`, all-reduce of the logits over `x`; backward an all-reduce of
         dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
@@ -112,9 +119,9 @@ class Embedding(nnx.Module):
 
 
 class PositionEmbedding(nnx.Module):
-    """A learned table [seq_len, hidden]: positions over `z` (gathered for use), features over `x`.
+    """Learned position embedding, a table [seq_len, hidden] with positions split over `z` and features over `x`.
 
-    With `sequence_split` a device takes its part of the positions along `y`.
+    With `sequence_split` each device returns its part of the positions along `y`.
     """
 
     def __init__(self, seq_len: int, hidden: int, *, std: float, key: jax.Array, sequence_split: bool = False):
@@ -122,7 +129,10 @@ class PositionEmbedding(nnx.Module):
         self.table = normal_param(key, (seq_len, hidden), std, P("z", "x"))
 
     def __call__(self, length: int, dtype: jnp.dtype, positions: jax.Array | None = None) -> jax.Array:
-        """The first `length` positions, [length, hidden/Gx], or those given of [batch, length]; all-gather over `z`."""
+        """Return the first `length` positions, [length, hidden/Gx], or those at `positions` [batch, length].
+
+        Collective: an all-gather of the table over `z`.
+        """
         table = gather_weight(self.table.get_value(), dtype)
         if positions is not None:
             return _rows(table, local_sequence(positions, 1) if self.sequence_split else positions)

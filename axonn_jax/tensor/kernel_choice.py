@@ -1,4 +1,4 @@
-"""Choice of kernels: the form of attention on a device, and the parts in which a loss runs; no jax."""
+"""Choice of kernels without importing jax: the attention kernel for a device, and the chunk size of the loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,45 +17,43 @@ _AMPERE, _HOPPER, _BLACKWELL_ULTRA = (8, 0), (9, 0), (10, 3)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes that blocked attention works in."""
+    """Tile sizes of blocked attention."""
 
     queries: int
-    """Queries of a block."""
+    """Queries per block."""
     scores: int
-    """Scores that a chunk of heads may have at a time."""
+    """Maximum number of scores that a chunk of heads computes at a time."""
 
     def blocks(self, seq: int) -> Iterator[slice]:
-        """Yield the queries of each block."""
+        """Return the slice of queries of each block."""
         return (slice(start, min(start + self.queries, seq)) for start in range(0, seq, self.queries))
 
     def computed(self, seq: int) -> int:
-        """Scores that a head computes: each block with the keys up to the block's end."""
+        """Return the number of scores that a head computes: each block against the keys up to the block's end."""
         return sum((block.stop - block.start) * block.stop for block in self.blocks(seq))
 
     def chunk(self, heads: int, seq: int) -> int:
-        """Number of heads taken at a time: the most that divide all heads and whose scores fit `scores`."""
+        """Return the number of heads per chunk: the largest divisor of all heads whose scores fit `scores`."""
         most = max(1, self.scores // (min(seq, self.queries) * seq))
         return next(size for size in range(min(heads, most), 0, -1) if heads % size == 0)
 
 
 def tiles(platform: str, seq: int) -> Tiles:
-    """Return the tiles for a platform: half a megabyte of float32 scores on CPUs, within a core's level-2 cache; else
-    256 MB.
-
-    An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
-    """
+    """Return the tile sizes for a platform and a sequence length."""
+    # On CPUs half a megabyte of float32 scores, within a core's level-2 cache.
     if computes_on_cores(platform):
         return Tiles(128, 128 * 1024)
+    # Elsewhere 256 MB, and at most 16 blocks, since each is compiled separately and should fill the device.
     return Tiles(max(128, ceil(seq / 16)), 2**26)
 
 
 class AttentionRule(NamedTuple):
-    """Rule of a layer's attention, for which not every kernel is made."""
+    """Attention rule of a layer; not every kernel supports every rule."""
 
     window: int = 0
-    """Tokens that a token sees, itself and those right before it; 0: all before it."""
+    """Number of tokens that a token sees, including itself; 0 for all earlier tokens."""
     cap: float = 0.0
-    """Soft cap of scores (`elementwise.capped`); 0: none."""
+    """Soft cap of scores (`elementwise.capped`); 0 for none."""
 
     def __str__(self) -> str:
         window = [f"windows of {self.window} tokens"] if self.window else []
@@ -68,12 +66,12 @@ EVERY_TOKEN = AttentionRule()
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Attention kernel chosen, with the reasons."""
+    """Resolved attention kernel, with the reasons for the choice."""
 
     kernel: AttentionKernel
     """Kernel in use; never "auto"."""
     why: str = ""
-    """Reasons against each faster kernel; empty if there is none."""
+    """Reasons why faster kernels are not used; empty if there are none."""
 
     def __str__(self) -> str:
         return f"attention: {self.kernel}" + (f" ({self.why})" if self.why else "")
@@ -89,15 +87,25 @@ def choose_form(
     *,
     packed: bool = False,
 ) -> AttentionForm:
-    """The form of attention for operands of a dtype: the one wanted, or with auto the best that the device has.
+    """Resolve the attention kernel.
 
-    Raises ``UserError`` where the one wanted cannot be had.
+    Args:
+        requested: The kernel to use; "auto" selects the fastest that the device supports.
+        device: Traits of the device.
+        dtype: Name of the operands' dtype.
+        head_dim: Features per head.
+        seq: Sequence length.
+        rule: The layer's rule.
+        packed: True for packed documents.
+
+    Raises:
+        UserError: The requested kernel is not supported.
     """
     against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, rule)}
     accepted = "auto or blocked" if rule.cap else "auto, blocked or xla"
     if rule.cap:
         against = {kernel: fault or _NO_CAP for kernel, fault in (against | {"xla": ""}).items()}
-    if packed:  # neither is known to take masks that depend on the batch
+    if packed:  # neither kernel is known to support masks that depend on the batch
         against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
     if requested == "auto":
         fast: AttentionKernel = "splash" if device.platform == "tpu" else "cudnn"
@@ -108,7 +116,7 @@ def choose_form(
 
 
 def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:
-    """Reason against cuDNN's fused attention, by the checks of jax 0.10.2; empty without one."""
+    """Return why cuDNN's fused attention is not supported, by the checks of jax 0.10.2; "" if it is."""
     if device.platform != "cuda":
         return "it needs an NVIDIA GPU"
     if device.capability < _AMPERE:
@@ -131,7 +139,7 @@ def _version(device: AttentionDevice) -> str:
 
 
 def against_splash(device: AttentionDevice, dtype: str, seq: int, rule: AttentionRule = EVERY_TOKEN) -> str:
-    """Reason against tokamax's splash attention, by the checks of tokamax 0.0.12; empty without one."""
+    """Return why tokamax's splash attention is not supported, by the checks of tokamax 0.0.12; "" if it is."""
     if device.platform != "tpu":
         return "it needs a TPU"
     if not device.tokamax:
@@ -146,10 +154,10 @@ def against_splash(device: AttentionDevice, dtype: str, seq: int, rule: Attentio
 
 
 LOGITS_BYTES = 2**30
-"""Float32 logits of a part at the most. Every part reads and writes the weight's gradient once, which costs a GPU about
-an eighth of the part's matmuls at this size with a vocabulary of 128,256, and less with a smaller one."""
+"""Maximum bytes of float32 logits in a chunk. Every chunk reads and writes the weight's gradient once, which at this
+size costs a GPU about an eighth of the chunk's matmuls with a vocabulary of 128,256, and less with a smaller one."""
 
 
 def loss_chunk(tokens: int, columns: int) -> int:
-    """Return the tokens of a part, of `tokens` with `columns` logits each on a device; all if they fit in one part."""
+    """Return the tokens per chunk of the loss, for `tokens` with `columns` logits each on a device."""
     return ceil(tokens / ceil(4 * tokens * columns / LOGITS_BYTES))

@@ -1,4 +1,4 @@
-"""The 4D-sharded matmul: Agarwal's algorithm as a Flax layer."""
+"""4D-sharded matmul (Agarwal's algorithm) and the linear layer built on it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,19 +42,29 @@ def matmul_4d(
     few: int = 0,
     adapter: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """`Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, columns over the other.
+    """Compute `Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, output over the other.
 
-    Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
-    before it travels; it is held [n/Gout, k/Gin] if `turned`, where Gz is 1; `few` as for `matmul`.
-    Collectives: forward all-gather of W over `z` and all-reduce of Y over `in_axis`; backward
-    all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
-    reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
-    gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its features and then
-    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx]. An `adapter` gives further partial sums of `x`, which are reduced with
-    the others.
+    Collectives: forward an all-gather of W over `z` and an all-reduce of Y over `in_axis`; backward an all-reduce of dX
+    over the other axis and a reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
+    reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` maps [..., k] to
+    [..., n/(Gy Gx)] without a collective; a product over `y` maps [..., k/(Gy Gx)] to [..., n/Gx] by a reduce-scatter
+    of its features over `x` and an all-reduce.
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
+
+    Args:
+        x: [..., k/Gin].
+        kernel: [k/(Gin Gz), n/Gout], cast to `x`'s dtype before it travels; [n/Gout, k/Gin] if `turned`, where Gz is 1.
+        in_axis: Axis to contract over.
+        comm: How the residual stream is communicated.
+        turned: True if the kernel is stored transposed.
+        few: As for `matmul`.
+        adapter: Computes further partial sums from `x`, which are reduced together with the product's.
+
+    Returns:
+        [..., n/Gout].
     """
     w = gather_weight(kernel, x.dtype)
+    # The transpose of this marking is the all-reduce of dX.
     x = mark_varying(x, (swapped(in_axis),))
 
     y = over_rows(lambda rows: matmul(rows, w, turned=turned, few=few), x)
@@ -65,7 +75,7 @@ def matmul_4d(
 
 
 def _specs(in_axis: TensorAxis, comm: Comm) -> tuple[P, P]:
-    """Layouts of a kernel and of a bias."""
+    """Return the layouts of a kernel and of a bias."""
     if comm != "gather":
         return P((in_axis, "z"), swapped(in_axis)), P(swapped(in_axis))
     inner = ("y", "x")
@@ -73,10 +83,10 @@ def _specs(in_axis: TensorAxis, comm: Comm) -> tuple[P, P]:
 
 
 class Linear(nnx.Module):
-    """A linear layer whose input features are split over `in_axis` and output features over the other axis.
+    """Linear layer with input features split over `in_axis` and output features over the other axis.
 
-    Over `x` it reads the residual stream, over `y` it adds to it, in the way of `comm`. A layer without bias may have
-    more `columns` than output features, which are zero.
+    A layer over `x` reads the residual stream, a layer over `y` adds to it, with the communication of `comm`. A layer
+    without bias may have more `columns` than output features; the additional ones are zero.
     """
 
     def __init__(
@@ -94,11 +104,11 @@ class Linear(nnx.Module):
         self.in_axis: TensorAxis = in_axis
         self.comm: Comm = comm
         self.turned = False
-        """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
+        """True if the kernel is stored as [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.few = 0
-        """Tokens up to which the transposed product is computed, as there."""
+        """Maximum number of tokens for which the transposed product is computed (`inference.cpu_kernels`)."""
         self.regather = False
-        """True if the backward pass gathers a split sequence again instead of keeping the gathered one."""
+        """True if the backward pass gathers a split sequence again instead of saving the gathered one."""
         self.adapter: Callable[..., jax.Array] | None = None
         kernel_spec, bias_spec = _specs(in_axis, comm)
         padded = (in_features, out_features if columns is None else columns)
@@ -106,13 +116,14 @@ class Linear(nnx.Module):
         self.bias = constant_param((out_features,), 0.0, bias_spec) if bias else None
 
     def adapt(self, adapter: Callable[..., jax.Array] | None) -> None:
-        """Add the partial sums of a module to those of the layer from now on (`matmul_4d`); None: of none."""
+        """Set the module whose partial sums are added to the layer's (`matmul_4d`); None removes it."""
         self.adapter = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """[..., in/Gin] -> [..., out/Gout]; collectives as in `column_parallel`, over `y` as in `matmul_4d`.
+        """Apply the layer, [..., in/Gin] -> [..., out/Gout].
 
-        An adapter drops features where `key` is given.
+        Collectives are those of `column_parallel` for `in_axis` "x", those of `matmul_4d` for "y". With a `key`, an
+        adapter applies dropout.
         """
         if self.in_axis == "x":
             return column_parallel((self,), x, key)[0]
@@ -121,14 +132,16 @@ class Linear(nnx.Module):
     def apply_to_gathered(
         self, x: jax.Array, kernel: jax.Array | GatheredWeight, key: DropoutKey | None = None
     ) -> jax.Array:
-        """Apply the layer to a gathered input, with `kernel` in place of the layer's own."""
+        """Apply the layer to an input that is already gathered, with `kernel` in place of the layer's parameter."""
         adapter = None if self.adapter is None else partial(self.adapter, key=key)
         y = matmul_4d(x, kernel, self.in_axis, self.comm, turned=self.turned, few=self.few, adapter=adapter)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """[..., n] + [n] in the first's dtype; the bias's gradient, a sum over all tokens, adds up in float32."""
+    """Return [..., n] + [n] in the dtype of `y`; the bias's gradient is summed over all tokens in float32."""
+    # The cotangents of a custom VJP vary like its inputs, so mark both operands varying over the same axes; the
+    # reduction is the transpose of this marking.
     return _plus(mark_varying(y, compat.varying_axes(bias)), mark_varying(bias, compat.varying_axes(y)))
 
 
@@ -146,17 +159,25 @@ _plus.defvjp(lambda y, bias: (_plus(y, bias), bias), _plus_backward)
 
 
 def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | None = None) -> list[jax.Array]:
-    """Apply layers that read the residual stream, all with one `comm`; their dX are added before the reduction.
+    """Apply layers that read the residual stream, which is gathered once for all of them.
 
-    Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. The
-    stream is gathered once for all layers; other collectives are those of `matmul_4d`.
+    Other collectives are those of `matmul_4d`.
+
+    Args:
+        layers: The layers, all with the same `comm`.
+        x: The stream [batch, seq, hidden/Gx]; with `comm` "sequence" its sequence is split over `y`.
+        key: Key for the adapters' dropout.
+
+    Returns:
+        [batch, seq, features/Gy] for each layer.
     """
     comm = layers[0].comm
     if comm != "sequence":
+        # Marked here, once, the layers' dX are summed before a single all-reduce.
         x = mark_varying(x, ("y",))
         x = gather_features(x) if comm == "gather" else x
         return [layer.apply_to_gathered(x, layer.kernel.get_value(), key) for layer in layers]
-    # Weights are gathered before: the backward pass gathers only the stream again.
+    # Gather weights outside the checkpointed function, so that the backward pass gathers only the stream again.
     kernels = [GatheredWeight(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]
 
     def read(x: jax.Array) -> list[jax.Array]:
@@ -168,7 +189,7 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array, key: DropoutKey | No
 
 
 def regather_residual(module: nnx.Module) -> None:
-    """Make the backward pass of a module's projections gather a split sequence again (`Linear.regather`)."""
+    """Set `Linear.regather` in all projections of a module."""
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, Linear):
             layer.regather = True

@@ -1,4 +1,4 @@
-"""Layouts: the dims that a `PartitionSpec` splits, the manual region of local shards, arrays without rows to split."""
+"""Utilities for layouts: queries on `PartitionSpec`, manual regions over live axes, replicated arrays of a batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ def spec_axes(spec: P) -> frozenset[str]:
 
 
 def split_dim(spec: P, axis: str) -> int | None:
-    """Return the dim that a layout splits over an axis."""
+    """Return the dim that a layout splits over an axis; None if it does not use the axis."""
     return next((at for at, dim in enumerate(spec) if axis in spec_axes(P(dim))), None)
 
 
 def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
-    """Return the dim that `further` splits over more axes than `spec`, and those axes; None if there are none."""
+    """Return the dim that `further` splits over more axes than `spec`, and those axes; None if there is no such dim."""
     more = spec_axes(further) - spec_axes(spec)
     if not more:
         return None
@@ -32,12 +32,12 @@ def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
 
 
 def size_over(mesh: Mesh, axes: Iterable[str]) -> int:
-    """Return the product of these axes' sizes."""
+    """Return the product of some mesh axes' sizes."""
     return prod(mesh.shape[axis] for axis in axes)
 
 
 def live_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh's axes that are larger than one, slowest first."""
+    """Return the mesh axes that are larger than one, slowest first."""
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
 
 
@@ -50,19 +50,26 @@ def shard_mapped(
     among_others: bool = False,
     differentiated: bool = True,
 ) -> Callable[..., Any]:
-    """Return a function of global arrays that runs `f` on their local shards; itself where no axis is above one.
+    """Return a function of global arrays that runs `f` on their local shards, or `f` itself if no axis is above one.
 
-    The region is over the mesh's axes that are larger than one. Leaving out an axis keeps its collectives of one out of
-    the program. The mesh itself is made smaller because a region manual over only some axes of a mesh crashes XLA's CPU
-    compiler on bfloat16 sums (jaxlib 0.10.2). A region `among_others` in a program has the whole mesh, as arrays
-    between regions carry it in their type and jax refuses one other than the mesh that `jax.set_mesh` set; its layouts
-    leave the axes of size one out all the same. A region that is not `differentiated` may declare of a result that it
-    is the same on devices where jax cannot see why: jax then does not track the axes over which values vary, as right
-    gradients need.
+    The manual region covers the mesh axes that are larger than one, which keeps collectives over single devices out of
+    the program.
+
+    Args:
+        f: Function of local shards.
+        mesh: The grid's mesh.
+        in_specs: Layouts of the arguments.
+        out_specs: Layouts of the results.
+        among_others: True for one of several regions in a program. Arrays between regions carry the mesh in their type,
+            and jax rejects any but the mesh that `jax.set_mesh` set, so such a region uses the full mesh.
+        differentiated: False if no gradient is taken. The region may then declare a result replicated where jax cannot
+            see why, since jax does not track the axes that values vary over, as correct gradients require.
     """
     axes = live_axes(mesh)
     if not axes:
         return f
+    # Shrink the mesh itself: a region that is manual over only some axes of a mesh crashes XLA's CPU compiler on
+    # bfloat16 sums (jaxlib 0.10.2).
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
     live = mesh if among_others else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
     specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
@@ -80,7 +87,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 def _over(spec: P, axes: tuple[str, ...]) -> P:
-    """The part of a layout that concerns `axes`."""
+    """Return a layout restricted to `axes`."""
     dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
     return P(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))
 
@@ -88,25 +95,25 @@ def _over(spec: P, axes: tuple[str, ...]) -> P:
 @register_dataclass
 @dataclass(frozen=True)
 class Replicated:
-    """Arrays of a batch that have no rows: every device gets them whole."""
+    """Marker for arrays of a batch that have no rows, which every device receives in full."""
 
     value: Any
 
 
 def replicated(array: Any) -> Replicated:
-    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a number.
+    """Mark an array in a `Trainer`'s batch as having no rows, such as a graph's edges or a number.
 
     Args:
-        array: The array, or a tree of arrays, the same in every process; the loss gets it as it is.
+        array: The array, or a tree of arrays, identical in every process; the loss receives it unchanged.
     """
     return Replicated(array)
 
 
 def is_replicated(leaf: Any) -> bool:
-    """True if a node of a batch is marked by `replicated`."""
+    """True if a node of a batch's tree is marked by `replicated`."""
     return isinstance(leaf, Replicated)
 
 
 def values_of(batch: Any) -> Any:
-    """Return a batch as a loss takes it, without marks."""
+    """Return a batch without the marks of `replicated`, as a loss receives it."""
     return jax.tree.map(lambda leaf: leaf.value if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated)

@@ -35,7 +35,7 @@ class PrunedWeight:
     index: jax.Array
     """Row-major positions of the kept entries: [1, ..., slots] int32, ascending; spare slots point past the end."""
     tap: jax.Array | None = None
-    """[1, ..., slots], whose gradient is that of the kept entries, in its dtype; values are unused. None if frozen."""
+    """[1, ..., slots] with unused values; its gradient, in its dtype, is the kept entries'. None without gradients."""
 
     def shard(self) -> jax.Array:
         """Return the dense shard; its gradient is compressed to the kept entries right away. No collectives.
@@ -73,7 +73,6 @@ _tapped.defvjp(
 
 def taken(dense: jax.Array, index: jax.Array) -> jax.Array:
     """Return the kept entries [1, ..., slots] of a local dense array, 0 in spare slots."""
-    # Promising unique, sorted indices lets XLA gather without the general case.
     flat = dense.reshape(-1).at[index.reshape(-1)]
     entries = flat.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
     return entries.reshape(index.shape)
@@ -127,7 +126,7 @@ Weights = dict[str, Weight]
 
 
 def trained(weight: Weight, sums: jnp.dtype) -> jax.Array:
-    """Return the array to differentiate with respect to: the weight itself, or a pruned weight's tap in dtype `sums`."""
+    """Return the array to differentiate: the weight itself, or a pruned weight's tap in dtype `sums`."""
     return weight if isinstance(weight, jax.Array) else weight.trained(sums)
 
 

@@ -1,4 +1,4 @@
-"""Blocked attention: a block of queries and a chunk of heads at a time, on any device."""
+"""Blocked attention for any device: one block of queries and one chunk of heads at a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +10,10 @@ from jax import lax
 from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles
 
-# The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks on one socket then
-# share the memory bus more than they share work, and for long sequences an accelerator has no room. Here keys that none
-# of a block's queries sees are left out, and the backward computes the scores again. Source: FlashAttention (Dao et al.
-# 2022), algorithms 1 and 4, without their tiling over keys.
+# The plain form reads and writes full [heads, seq, seq] arrays about ten times per layer, so two ranks on one socket
+# compete for the memory bus, and long sequences exceed an accelerator's memory. Here keys that no query of a block sees
+# are skipped, and the backward pass recomputes the scores. Source: FlashAttention (Dao et al. 2022), algorithms 1 and
+# 4, without their tiling over keys.
 Arrays = tuple[jax.Array, ...]
 Saved = tuple[jax.Array | None, Arrays]
 
@@ -27,9 +27,18 @@ def blocked_attention(
     rule: AttentionRule = EVERY_TOKEN,
     numbers: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives.
+    """Compute causal softmax attention block by block; no collectives.
 
-    `rule` and `numbers` [heads, seq] are as for `tensor.attention.causal_attention`.
+    Args:
+        q: [heads, seq, head_dim], with batch and heads merged into one dim.
+        k: Like `q`.
+        v: Like `q`.
+        tiles: Tile sizes.
+        rule: As for `tensor.attention.causal_attention`.
+        numbers: Document indices [heads, seq], as for `tensor.attention.causal_attention`.
+
+    Returns:
+        Attended values with the shape of `q`.
     """
     return _in_chunks(partial(_forward, rule), tiles, numbers, q, k, v)[0]
 
@@ -50,7 +59,7 @@ blocked_attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None, *arrays: jax.Array) -> Arrays:
-    """Run `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
+    """Run `f` on consecutive chunks of the leading dim, with as many heads per chunk as the tiles allow."""
     heads, seq = arrays[0].shape[:2]
     chunk = tiles.chunk(heads, seq)
     if chunk == heads:
@@ -61,22 +70,22 @@ def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
-    """Batched over heads, contracting one dim of each, summed in float32."""
+    """Contract one dim of each operand, batched over heads and accumulated in float32."""
     return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
 def _seen(block: slice, window: int) -> slice:
-    """The keys that a block of queries sees some of."""
+    """Return the range of keys that some query of a block sees."""
     return slice(max(0, block.start - window + 1) if window else 0, block.stop)
 
 
 def scaled(products: jax.Array, head_dim: int, rule: AttentionRule) -> jax.Array:
-    """Return the scores of products of queries and keys, float32."""
+    """Return float32 scores from products of queries and keys."""
     return capped(products * head_dim**-0.5, rule.cap)
 
 
 def _visible(block: slice, seen: slice, window: int, numbers: jax.Array | None) -> jax.Array:
-    """Return the mask of a block of queries over keys of which they see some, [heads or 1, block, seen] bool."""
+    """Return the mask of a block of queries over the keys in `seen`, [heads or 1, block, seen] bool."""
     query = jnp.arange(block.start, block.stop)[None, :, None]
     key = jnp.arange(seen.start, seen.stop)[None, None]
     visible = query >= key
@@ -117,7 +126,8 @@ def _backward(
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
     d_q: list[jax.Array] = []
     d_k = d_v = None
-    for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last one's end is that of the keys: it starts the sums
+    # In reverse, since the last block sees the keys up to the end: its sums, padded, initialize d_k and d_v.
+    for block in reversed(list(tiles.blocks(q.shape[1]))):
         seen = _seen(block, rule.window)
         scores, unscaled = jax.vjp(lambda a: scaled(a, q.shape[-1], rule), _dot(q[:, block], k[:, seen], 2, 2))
         scores = jnp.where(_visible(block, seen, rule.window, numbers), scores, -jnp.inf)
