@@ -1,4 +1,4 @@
-"""The only place for version-dependent JAX names (jax 0.10.2 up)."""
+"""Version-dependent JAX names, gathered in this module only (jax 0.10.2 and later)."""
 
 import importlib.util
 import json
@@ -19,19 +19,19 @@ _GATHER_MS = 120_000
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Mesh axes over which `x` varies inside a manual region; empty outside one."""
+    """Return the mesh axes over which `x` varies inside a manual region; empty outside one."""
     return varying_axes_of(jax.typeof(x))
 
 
 def varying_axes_of(aval: Any) -> frozenset[str]:
-    """Axes over which an abstract value, such as a traced variable's, varies; see `varying_axes`."""
+    """Return the axes over which an abstract value, such as a traced variable's, varies; see `varying_axes`."""
     if hasattr(aval, "manual_axis_type"):  # jax 0.10.2 and later
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
 
 
 def without_varying(aval: Any, axes: Iterable[str]) -> Any:
-    """Return the abstract value, no longer varying over `axes`."""
+    """Return the abstract value with a type that no longer varies over `axes`."""
     if hasattr(aval, "manual_axis_type"):
         kind = aval.manual_axis_type
         return aval.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))
@@ -39,7 +39,12 @@ def without_varying(aval: Any, axes: Iterable[str]) -> Any:
 
 
 def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
-    """Traits of a jax device that decide its kernels of attention; `alone`: the program runs on this device only."""
+    """Return the traits of a jax device that determine its attention kernels.
+
+    Args:
+        device: The device.
+        alone: True if the program runs on this device only.
+    """
     tokamax = importlib.util.find_spec("tokamax") is not None
     if device.platform not in ("gpu", "cuda", "rocm"):
         return AttentionDevice(device.platform, tokamax=tokamax, alone=alone)
@@ -49,14 +54,20 @@ def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
 
     try:
         cudnn = int(check_cudnn_version())
-    except RuntimeError:  # jax found none
+    except RuntimeError:  # jax finds no cuDNN
         cudnn = 0
     major, minor = map(int, device.compute_capability.split("."))
     return AttentionDevice("cuda", (major, minor), cudnn)
 
 
 def part_of(closed: ClosedJaxpr, needed: Sequence[bool], *, all_inputs: bool = False) -> ClosedJaxpr:
-    """Return the part of a traced function that computes the wanted results, without inputs that it does not read."""
+    """Return the part of a traced function that computes the needed results.
+
+    Args:
+        closed: The traced function.
+        needed: For each result, whether it is needed.
+        all_inputs: True to keep inputs that the part does not read.
+    """
     from jax._src.interpreters import partial_eval
 
     jaxpr, constants_read, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(needed), instantiate=all_inputs)
@@ -64,7 +75,7 @@ def part_of(closed: ClosedJaxpr, needed: Sequence[bool], *, all_inputs: bool = F
 
 
 def function_of(eqn: Any) -> Callable[..., list[Any]]:
-    """Return the function that an equation is, of its inputs that are no literals, each once, with its derivatives."""
+    """Return a differentiable function that evaluates an equation on its distinct inputs, literals excluded."""
     from jax.extend.core import DebugInfo, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 
     inputs = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
@@ -76,23 +87,23 @@ def function_of(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def context_mesh() -> jax.sharding.Mesh | None:
-    """Return a grid's mesh that `jax.set_mesh` set; None inside a trace, without one, or if a script set its own."""
+    """Return the grid's mesh if `jax.set_mesh` set one; None inside a trace, or for any other mesh."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # inside a trace, where a parameter is abstract or made by the program around it
+    except ValueError:  # inside a trace, where parameters are abstract or created by the surrounding program
         return None
     return mesh if mesh.axis_names == MESH_AXES else None
 
 
 def backends_started() -> bool:
-    """True if jax has initialised its devices, after which their number is fixed."""
+    """True if jax has initialized its devices, after which their number is fixed."""
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def accelerator_expected() -> bool:
-    """True if jax would look for anything but a CPU, asked without starting it."""
+    """True if jax would look for an accelerator; does not initialize jax."""
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return platforms.split(",")[0] != "cpu"
@@ -100,7 +111,7 @@ def accelerator_expected() -> bool:
 
 
 def gpus_expected() -> bool:
-    """True if jax would look for GPUs, asked without starting it."""
+    """True if jax would look for GPUs; does not initialize jax."""
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return not {"cuda", "rocm", "gpu"}.isdisjoint(platforms.split(","))
@@ -108,7 +119,7 @@ def gpus_expected() -> bool:
 
 
 def _plugins() -> list[str]:
-    """Names of jax's installed backends but the CPU's."""
+    """Return the names of jax's installed backends other than the CPU's."""
     try:
         import jax_plugins
     except ImportError:
@@ -118,10 +129,14 @@ def _plugins() -> list[str]:
 
 
 def gather(value: Any, of: str) -> list[Any]:
-    """Everybody's value, anything that JSON keeps, by rank of a `jax.distributed` world.
+    """Gather a value from every process of a `jax.distributed` world, ordered by rank.
 
-    `of` names the values, of which a process has one as long as it lives. Raises ``RuntimeError`` where a
-    process does not come.
+    Args:
+        value: This process's value, serializable as JSON.
+        of: Name of the values; a process contributes only one value per name in its lifetime.
+
+    Raises:
+        RuntimeError: A process does not arrive.
     """
     from jax._src import distributed
 
@@ -133,11 +148,11 @@ def gather(value: Any, of: str) -> list[Any]:
 
 
 class FailingBarrier:
-    """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
+    """Barrier among the processes of a `jax.distributed` world that ends early if one of them has failed.
 
-    The coordination service's own barrier would wait out its time limit for a process that will never come. Values stay
-    set in the service, so barriers are numbered in the order in which each process makes them, and those of a save are
-    deleted when the next one begins: a run of months would leave millions.
+    The coordination service's barrier would wait until its timeout for a process that will never arrive. Values persist
+    in the service, so barriers are numbered in the order in which each process creates them, and the values of one save
+    are deleted when the next begins: a run of months would otherwise leave millions.
     """
 
     def __init__(self) -> None:
@@ -146,7 +161,8 @@ class FailingBarrier:
         self._client: Any = distributed.global_state.client
         self._rank, self._size = jax.process_index(), jax.process_count()
         self._place = f"axonn_jax/barrier/{self._number()}"
-        self._save = -1  # none: others may be in the first save already, of which nothing must be deleted
+        # No save yet. Other processes may be in the first save already, so its values must not be deleted.
+        self._save = -1
         self._passed: Counter[str] = Counter()
 
     def _number(self) -> int:
@@ -156,22 +172,40 @@ class FailingBarrier:
         return number
 
     def begin(self, save: int) -> None:
-        """Number the save that follows; a failure counts for this save alone. All processes have ended the one before.
+        """Begin a save; a failure counts only for the save in which it happens.
 
-        So has every barrier's count: a process that failed has not come to those behind its failure.
+        All processes must have finished the previous save.
+
+        Args:
+            save: Number of the save.
         """
         if self._rank == 0:
             self._client.key_value_delete(f"{self._place}/{self._save}/")
         self._save = save
+        # Counts restart, since a process that failed did not reach the barriers after its failure.
         self._passed.clear()
 
     def fail(self, why: str) -> None:
-        """Tell the others not to wait."""
+        """Tell the other processes not to wait.
+
+        Args:
+            why: The reason; its first 500 characters appear in their errors.
+        """
         self._client.key_value_set(f"{self._place}/{self._save}/failed/{self._rank}", why[:500], allow_overwrite=True)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait for all; raise ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
-        self._passed[key] += 1  # Orbax names a barrier alike in every lot of a save
+        """Wait until all processes have arrived.
+
+        Args:
+            key: Name of the barrier.
+            timeout_ms: Timeout in milliseconds.
+
+        Raises:
+            RuntimeError: A process has failed; the message is its reason.
+            TimeoutError: A process did not arrive in time.
+        """
+        # Orbax reuses a barrier's name for every batch of arrays in a save, so count its uses.
+        self._passed[key] += 1
         folder = f"{self._place}/{self._save}/passed/{key}/{self._passed[key]}/"
         end = time.monotonic() + timeout_ms / 1000
         self._client.key_value_set(folder + str(self._rank), "here", allow_overwrite=True)

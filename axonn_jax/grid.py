@@ -1,4 +1,4 @@
-"""The grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
+"""Device grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 MESH_AXES = ("data", "expert", "z", "y", "x")
-"""Axes of every stage's mesh, slowest first: neighbours along `x` are the nearest devices."""
+"""Axes of every stage's mesh, slowest first; neighbours along `x` are the nearest devices."""
 
 GRID_AXES = ("pipe", *MESH_AXES)
-"""Names of all axes, slowest first."""
+"""All axes of the grid, slowest first."""
 
 BATCH_AXES = ("data", "expert", "z")
 """Axes that split the rows (sequences) of a batch."""
 
 REPLICA_AXES = ("data", "expert")
-"""Axes along which dense layers are the same; experts are the same along `data` alone."""
+"""Axes along which dense layers are replicated; experts are replicated along `data` only."""
 
 
 MOST_DEVICES = 2**20
-"""Largest size of an axis and number of planned devices, several times any machine's."""
+"""Upper bound on an axis and on the number of planned devices, several times that of any machine."""
 
 
 @dataclass(frozen=True)
 class GridShape:
     """Sizes of the grid's axes; their product is the number of devices."""
 
+    # The docstrings of these fields are also the text of `--help`.
     pipe: int = 1
     """Pipeline stages: the model's layers in order, cut by cost; microbatches flow through them."""
     data: int = 1
@@ -51,6 +52,7 @@ class GridShape:
     """Parts of odd linear layers' input features and even ones' output features; of the residual stream."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, so normalized sizes have to bypass its __setattr__.
         for f in fields(self):
             size = integer(f"grid.{f.name}", getattr(self, f.name), 1, MOST_DEVICES)
             object.__setattr__(self, f.name, size)
@@ -62,7 +64,7 @@ class GridShape:
 
     @cached_property
     def inside(self) -> "GridShape":
-        """The part that works on a microbatch together: all axes but `pipe` and `data`."""
+        """Subgrid that works on a microbatch together: all axes but `pipe` and `data`."""
         return replace(self, pipe=1, data=1)
 
     @cached_property
@@ -86,7 +88,7 @@ class GridShape:
 
     @property
     def batch_rule(self) -> str:
-        """The axes that split a batch, for messages."""
+        """Product of the axes that split a batch, as text for messages."""
         return "data*expert*z" if self.expert > 1 else "data*z"
 
     def check_batch(self, global_batch: int, microbatches: int) -> None:
@@ -97,9 +99,18 @@ class GridShape:
 
 
 def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", whole: int = 0) -> None:
-    """Raise ``UserError`` unless a size divides, with the nearest divisible one, and the legal sizes of `axis`.
+    """Check that a size is a positive multiple of the number of parts.
 
-    Where `axis` must divide other sizes of a model too, `whole` is what they have in common, and no size is proposed.
+    Args:
+        field: Name of the size, for the message.
+        size: The size to divide.
+        parts: Number of parts.
+        rule: Formula of `parts`, for the message.
+        axis: Axis for which the message lists all legal sizes; "" for none.
+        whole: Common divisor of all sizes that `axis` must divide. The message then proposes no other size.
+
+    Raises:
+        UserError: The size is not a multiple; the message names the nearest ones.
     """
     if size > 0 and size % parts == 0:
         return
@@ -118,31 +129,32 @@ def divisors(number: int) -> list[int]:
 
 
 class Grid(NamedTuple):
-    """A grid laid over devices: axis sizes, the mesh of this process's (first) stage, its place in the run."""
+    """Grid laid over devices: axis sizes, the meshes of this process's stages, and its rank in the run."""
 
     shape: GridShape
     """Sizes of the axes."""
     mesh: "jax.sharding.Mesh"
-    """The mesh of this process's stage, of the first one in a run of one process."""
+    """Mesh of this process's stage; of the first stage in a run of one process."""
     meshes: "Mapping[int, jax.sharding.Mesh]"
-    """This process's meshes, by place along the pipe: all in a run of one process."""
+    """This process's meshes by stage; all stages in a run of one process."""
     rank: int = 0
-    """This process's place among all of the run."""
+    """Rank of this process in the run."""
     size: int = 1
-    """Processes of the run."""
+    """Number of processes in the run."""
 
     @property
     def stage_processes(self) -> int:
-        """Processes of one stage; 1 also where one process holds all stages."""
+        """Number of processes per stage; 1 also if one process has all stages."""
         return max(1, self.size // self.shape.pipe)
 
     @contextmanager
     def entered(self) -> "Iterator[None]":
-        """Enter a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
+        """Enter a context in which jax's mesh is this grid's, or no mesh for a pipeline, whose stages each have one.
 
-        Inside, a mesh of a script's `jax.set_mesh` is not set, and Flax does not lay variables out by the names of
-        axes that a model's author gave them, which are another mesh's. Outside, all is as it was.
+        The context overrides a mesh that a script set by `jax.set_mesh`, and Flax ignores axis names that a model's
+        author gave its variables, which refer to a different mesh.
         """
+        # Imported in functions, so that `import axonn_jax` starts no device.
         import jax
         from flax import nnx
 
@@ -151,9 +163,13 @@ class Grid(NamedTuple):
             yield
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Lay a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.
+        """Split a batch over `BATCH_AXES` along its first dim; scalars are replicated. No collectives.
 
-        Scalars are replicated. No collectives. Raises ``UserError`` for an array whose first dim does not divide.
+        Args:
+            batch: Any tree of arrays, the same on every process.
+
+        Raises:
+            UserError: The first dim of an array does not divide, or a leaf is not an array of numbers.
         """
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -175,10 +191,17 @@ class Grid(NamedTuple):
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
-    """Lay the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
+    """Lay one mesh per stage over all devices of a run, for runs of one process or without a pipeline.
 
-    Neighbours along `x` are then the closest devices (`arranged`), and each stage has a contiguous slice.
-    Raises ``UserError`` when the number of devices is not the grid's product.
+    Each stage gets a contiguous slice of the devices. `x` is the fastest axis, so neighbours along `x` are the closest
+    devices (`arranged`).
+
+    Args:
+        shape: Sizes of the axes.
+        devices: All devices of the run.
+
+    Raises:
+        UserError: The number of devices is not the product of the grid's axes.
     """
     if len(devices) != shape.devices:
         raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {shape.devices}")
@@ -189,16 +212,17 @@ def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
 
 
 def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
-    """Return a stage's devices in mesh order: as given, or on TPUs so that axes follow the links between chips.
+    """Return a stage's devices in mesh order, which on TPUs follows the links between chips.
 
-    Slices of TPUs, which the data center's network joins, are parts of `data`. Where slices do not divide `data`, or
-    are not whole boxes of chips, the order stays as given. Other devices always keep the order: neighbours in a host
-    are neighbours along `x`.
+    TPU slices, which are connected by the data center's network, become parts of `data`. The order stays unchanged if
+    the slices do not divide `data` or are not complete boxes of chips. It always stays unchanged for other devices,
+    whose neighbours within a host are neighbours along `x`.
     """
     if not all(device.platform == "tpu" and hasattr(device, "coords") for device in devices):
         return devices
     from jax.experimental import mesh_utils
 
+    # Devices outside multi-slice runs may lack the index or have None: they form one slice.
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
@@ -215,7 +239,11 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
 
 
 def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
-    """Lay one stage's mesh over its devices, `x` fastest; raise ``UserError`` for a wrong number of devices."""
+    """Lay one stage's mesh over its devices, with `x` as the fastest axis.
+
+    Raises:
+        UserError: The number of devices is not the product of the mesh's axes.
+    """
     import jax
     import numpy as np
 
@@ -227,7 +255,7 @@ def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.shardi
 
 
 def without_mesh() -> "AbstractContextManager[object]":
-    """Return a context in which no mesh is set, for arrays that each have their own."""
+    """Return a context in which no mesh is set, for arrays that each carry their own mesh."""
     import jax
     import numpy as np
 

@@ -86,8 +86,8 @@ def all_reduce(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     return checkpoint_name(lax.psum(y, over), f"{'_'.join(over)}_all_reduce") if over else y
 
 
-# The identity, with a type that varies over fewer axes: where parts of an array are reduced and put back one by one, jax
-# cannot see that the result is replicated.
+# The identity, with a type that varies over fewer axes: jax cannot see that a result is replicated where parts of an
+# array are reduced and put back one by one.
 _alike = Primitive("alike")
 _alike.def_abstract_eval(lambda x, *, axes: compat.without_varying(x, axes))
 mlir.register_lowering(_alike, lambda _, x, *, axes: [x])
