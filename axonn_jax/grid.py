@@ -154,7 +154,7 @@ class Grid(NamedTuple):
         The context overrides a mesh that a script set by `jax.set_mesh`, and Flax ignores axis names that a model's
         author gave its variables, which refer to a different mesh.
         """
-        # Imported in functions, so that `import axonn_jax` starts no device.
+        # Imported here, not above, since the planner uses this module and must work without jax.
         import jax
         from flax import nnx
 

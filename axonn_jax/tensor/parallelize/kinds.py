@@ -17,7 +17,7 @@ BASES: tuple[type[nnx.Module], ...] = (
 CALLS = ("__call__", "attend")
 """Methods of layers that have a sharded form; a derived type may wrap them, as in `super().__call__(x) * 2`."""
 
-# Overriding these changes what reading a parameter returns, so unlike other dunder methods they matter.
+# Unlike other dunder methods, these change how the base's code reads and writes its parameters.
 _ACCESS = ("__getattribute__", "__setattr__")
 
 
