@@ -18,7 +18,7 @@ _UNIFORM, _ALIGNED, _MIXED = range(3)
 """Kinds of values: the same whatever part of the parameter is given; an entry for each of its elements, which has seen
 that element alone; and all others."""
 
-EACH = frozenset(
+ELEMENTWISE = frozenset(
     {"abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp"}
     | {"convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp"}
     | {"exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic"}
@@ -77,7 +77,7 @@ def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, 
 
     result_kinds = follow(closed.jaxpr, [kind(var.aval) for var in closed.jaxpr.invars], _UNIFORM, through)
     pairs = zip(result_kinds, (var.aval.shape == shape for var in closed.jaxpr.outvars), strict=True)
-    return all(each <= (_ALIGNED if is_aligned else _UNIFORM) for each, is_aligned in pairs)
+    return all(result_kind <= (_ALIGNED if is_aligned else _UNIFORM) for result_kind, is_aligned in pairs)
 
 
 def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -> Sequence[int]:
@@ -85,14 +85,16 @@ def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -
     name, worst = eqn.primitive.name, max(kinds, default=_UNIFORM)
     if name == "cond":
         branches = [follow(body, kinds[1:], _UNIFORM, through) for body in bodies(eqn)]
-        return [max(kinds[0] and _MIXED, *each) for each in zip(*branches, strict=True)]
+        return [max(kinds[0] and _MIXED, *branch) for branch in zip(*branches, strict=True)]
     if name not in ("scan", "while") and (body := same_body(eqn)) is not None:
         return follow(body, kinds, _UNIFORM, through)
-    if name in EACH:
+    if name in ELEMENTWISE:
         return [worst] * len(eqn.outvars)
     if name in _FORMS:
-        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-        keeps_places = before.shape == after.shape or (worst == _UNIFORM and (before.size == 1 or after.shape != shape))
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        keeps_places = operand.shape == result.shape or (
+            worst == _UNIFORM and (operand.size == 1 or result.shape != shape)
+        )
         return [worst if keeps_places else _MIXED]
     # Of the parameter's shape nothing but a repeated number is the same for every part: positions and draws are not.
     return [_MIXED if worst or (var.aval.shape == shape and shape) else _UNIFORM for var in eqn.outvars]

@@ -56,4 +56,4 @@ class Equation:
 
 def by_rows(shapes: Shapes) -> frozenset[int]:
     """Return the axes whose size goes with the number of rows."""
-    return frozenset(axis for axis, (whole, part) in enumerate(zip(*shapes, strict=True)) if whole != part)
+    return frozenset(axis for axis, (full, part) in enumerate(zip(*shapes, strict=True)) if full != part)

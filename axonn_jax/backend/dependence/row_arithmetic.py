@@ -21,7 +21,7 @@ from axonn_jax.backend.dependence.row_types import (
     coupled,
     either,
     scaled,
-    told,
+    first_fault,
 )
 
 LINEAR = frozenset({"conj", "copy", "copy_p", "imag", "neg", "real", "stop_gradient"})
@@ -33,29 +33,29 @@ _SMALL = 1e-5
 def entries(eqn: Equation) -> RowType:
     """Return the type of a result of which each entry comes from the same entry of the operands."""
     if eqn.name == "select_n":
-        return _chosen(eqn)
-    if eqn.name in ("lt", "ge") and (decided := _place_compared(eqn)) is not None:
+        return _select(eqn)
+    if eqn.name in ("lt", "ge") and (decided := _compare_index(eqn)) is not None:
         return decided
-    if (first := told(eqn.types)) is not None:
+    if (first := first_fault(eqn.types)) is not None:
         return first
-    if any(isinstance(each, Running) for each in eqn.types):
+    if any(isinstance(operand, Running) for operand in eqn.types):
         return _running(eqn)
     if eqn.name in LINEAR or (eqn.name in ("convert_element_type", "reduce_precision") and _keeps_sums(eqn)):
         return _linear(eqn)
     if rule := _SCALED.get(eqn.name):
         return rule(eqn)
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return _number(eqn)
-    return _plain(eqn)
+    return _rowwise(eqn)
 
 
 def _linear(eqn: Equation) -> RowType:
     """Return the type of a linear function of one value: as an index a place is one as long as it is that number."""
     kind, integers = eqn.types[0], jnp.issubdtype(eqn.dtypes[-1], jnp.integer)
-    kept = eqn.name in ("copy", "copy_p", "stop_gradient") or (
+    exact = eqn.name in ("copy", "copy_p", "stop_gradient") or (
         eqn.name == "convert_element_type" and integers and jnp.dtype(eqn.dtypes[-1]).itemsize >= 4
     )
-    if kept or not isinstance(kind, Same | Rows):
+    if exact or not isinstance(kind, Same | Rows):
         return kind
     if isinstance(kind, Rows):
         return replace(kind, columns=NO_AXES)
@@ -70,7 +70,7 @@ def _keeps_sums(eqn: Equation) -> bool:
     return bool(jnp.issubdtype(eqn.dtypes[-1], jnp.inexact) or not jnp.issubdtype(eqn.dtypes[0], jnp.inexact))
 
 
-def _place_compared(eqn: Equation) -> RowType | None:
+def _compare_index(eqn: Equation) -> RowType | None:
     """Return the type of whether a row's place, which is no negative number, is one: jax's indices ask for it."""
     first, second = eqn.types
     if isinstance(first, Same) and first.place is not None and isinstance(second, Same) and second.value == 0:
@@ -80,12 +80,12 @@ def _place_compared(eqn: Equation) -> RowType | None:
 
 def _running(eqn: Equation) -> RowType:
     """Return the type of a running total with a row's value added; any other use has seen the rows before."""
-    totals = [each for each in eqn.types if isinstance(each, Running)]
-    others = [each for each in eqn.types if not isinstance(each, Running)]
-    kept = eqn.name in ("add", "add_any", "convert_element_type", "copy", "stop_gradient")
-    plain = all(isinstance(each, Rows | Same) and not each.degree for each in others)
-    undivided = all(each.divisor is None for each in others if isinstance(each, Rows))
-    if kept and plain and undivided and len(totals) == 1 and len(others) < 2:
+    totals = [operand for operand in eqn.types if isinstance(operand, Running)]
+    addends = [operand for operand in eqn.types if not isinstance(operand, Running)]
+    accumulates = eqn.name in ("add", "add_any", "convert_element_type", "copy", "stop_gradient")
+    plain = all(isinstance(operand, Rows | Same) and not operand.degree for operand in addends)
+    undivided = all(operand.divisor is None for operand in addends if isinstance(operand, Rows))
+    if accumulates and plain and undivided and len(totals) == 1 and len(addends) < 2:
         return totals[0]
     return coupled("a running sum over rows")
 
@@ -101,15 +101,15 @@ def _add(eqn: Equation) -> RowType:
                 return replace(count, scalar=count.scalar or eqn.scalar(at))
     result = either(eqn.types)
     if isinstance(result, Sum):
-        scalars = all(getattr(each, "scalar", True) for each in eqn.types)
+        scalars = all(getattr(operand, "scalar", True) for operand in eqn.types)
         result = replace(result, base=eqn.key, scalar=scalars and all(map(eqn.scalar, range(2))))
     return result
 
 
-def _larger(eqn: Equation) -> RowType:
+def _max(eqn: Equation) -> RowType:
     """Return the type of a maximum: of a count and a floor that only an empty mask reaches, that of the count."""
-    if not any(isinstance(each, Sum | Number) for each in eqn.types):
-        return _plain(eqn)
+    if not any(isinstance(operand, Sum | Number) for operand in eqn.types):
+        return _rowwise(eqn)
     for at, (count, floor) in enumerate((eqn.types, eqn.types[::-1])):
         if isinstance(count, Sum) and isinstance(floor, Same) and floor.value is not None:
             limit = 1 if eqn.keys[at] == count.base else _SMALL  # a mean, or a count that is scaled, is below 1
@@ -118,11 +118,11 @@ def _larger(eqn: Equation) -> RowType:
     return _number(eqn)
 
 
-def _plain(eqn: Equation) -> RowType:
+def _rowwise(eqn: Equation) -> RowType:
     """Return the type of values that have no degree and no divisor."""
-    if any(each.degree for each in eqn.types if isinstance(each, Same | Rows)):
+    if any(operand.degree for operand in eqn.types if isinstance(operand, Same | Rows)):
         return BY_COUNT
-    if any(each.divisor is not None for each in eqn.types if isinstance(each, Rows)):
+    if any(operand.divisor is not None for operand in eqn.types if isinstance(operand, Rows)):
         return OF_ALL
     return aligned(eqn.types)
 
@@ -130,7 +130,7 @@ def _plain(eqn: Equation) -> RowType:
 def _mul(eqn: Equation) -> RowType:
     for count, other in (eqn.types, eqn.types[::-1]):
         if isinstance(count, Number) and count.power == -1:
-            return _divided(other, count, eqn)
+            return _times_inverse(other, count, eqn)
     return product(eqn)
 
 
@@ -139,15 +139,15 @@ def _div(eqn: Equation) -> RowType:
     if isinstance(count, Same):
         return product(eqn, sign=-1)
     if isinstance(count, Sum) and count.scalar and count.divisor is None:
-        return _divided(value, Number(-1, count.base, -count.degree, count.counts), eqn)
+        return _times_inverse(value, Number(-1, count.base, -count.degree, count.counts), eqn)
     if isinstance(count, Number) and count.power == 1:
-        return _divided(value, replace(count, power=-1, degree=-count.degree), eqn)
+        return _times_inverse(value, replace(count, power=-1, degree=-count.degree), eqn)
     if isinstance(count, Rows) and count.divisor is None and isinstance(value, Same | Rows):
         return product(eqn, sign=-1)
     return _number(eqn)
 
 
-def _divided(value: RowType, inverse: Number, eqn: Equation) -> RowType:
+def _times_inverse(value: RowType, inverse: Number, eqn: Equation) -> RowType:
     """Return the type of a value times the inverse of a count."""
     if isinstance(value, Same):
         if value.varies or value.drawn:
@@ -161,19 +161,19 @@ def _divided(value: RowType, inverse: Number, eqn: Equation) -> RowType:
 def product(eqn: Equation, sign: int = 1) -> RowType:
     """Return the type of a product, or with sign -1 a quotient, of a sum with numbers of no row, or of rows."""
     first, second = eqn.types
-    sums = [each for each in eqn.types if isinstance(each, Sum)]
-    if any(isinstance(each, Number) for each in eqn.types) or len(sums) > 1:
+    sums = [operand for operand in eqn.types if isinstance(operand, Sum)]
+    if any(isinstance(operand, Number) for operand in eqn.types) or len(sums) > 1:
         return _number(eqn)
     if sums:
-        others = [each for each in eqn.types if not isinstance(each, Sum)]
-        if not isinstance(others[0], Same):
+        factors = [operand for operand in eqn.types if not isinstance(operand, Sum)]
+        if not isinstance(factors[0], Same):
             return _number(eqn)
-        uniform = not others[0].varies and not others[0].drawn
-        degree = sums[0].degree + sign * others[0].degree
+        uniform = not factors[0].varies and not factors[0].drawn
+        degree = sums[0].degree + sign * factors[0].degree
         return replace(
             sums[0], degree=degree, base=sums[0].base if uniform else eqn.key, scalar=sums[0].scalar and uniform
         )
-    divisors = [each.divisor for each in eqn.types if isinstance(each, Rows) and each.divisor is not None]
+    divisors = [operand.divisor for operand in eqn.types if isinstance(operand, Rows) and operand.divisor is not None]
     if len(divisors) > 1:
         return coupled("a product of two numbers of all rows")
     degree = getattr(first, "degree", 0.0) + sign * getattr(second, "degree", 0.0)
@@ -192,63 +192,63 @@ def _power(eqn: Equation) -> RowType:
         return _number(eqn)
     if isinstance(count, Same):
         return replace(count, degree=count.degree * eqn.param["y"], value=None, place=None)
-    return _plain(eqn)
+    return _rowwise(eqn)
 
 
 def _number(eqn: Equation) -> RowType:
     """Return the type of any other use of sums: a number that is known, where one count alone is in it, as that."""
-    if any(isinstance(each, Rows) for each in eqn.types):
+    if any(isinstance(operand, Rows) for operand in eqn.types):
         return OF_ALL
-    bases = {(each.base, each.counts) for each in eqn.types if isinstance(each, Sum | Number)}
+    bases = {(operand.base, operand.counts) for operand in eqn.types if isinstance(operand, Sum | Number)}
     base, counts = bases.pop() if len(bases) == 1 else (None, False)
-    return Number(0, base, counts=counts, empty=_asks_if_empty(eqn))
+    return Number(0, base, counts=counts, empty=_tests_empty(eqn))
 
 
-def _asks_if_empty(eqn: Equation) -> bool:
+def _tests_empty(eqn: Equation) -> bool:
     """True for a comparison of a count with 0, or of whole numbers with 1, and for what keeps its answer."""
-    count, *others = eqn.types
+    count, *thresholds = eqn.types
     if isinstance(count, Number) and count.empty:
         return eqn.name in ("convert_element_type", "copy", "not", "stop_gradient")
-    value = getattr(others[0], "value", None) if others else None
+    value = getattr(thresholds[0], "value", None) if thresholds else None
     if not isinstance(count, Sum) or not count.scalar or count.divisor is not None:
         return False
-    whole_numbers = eqn.keys[0] == count.base  # not a mean, which is below 1 as a count is not
-    return value in _EMPTY.get(eqn.name, ()) and (value == 0 or whole_numbers)
+    integral = eqn.keys[0] == count.base  # not a mean, which is below 1 as a count is not
+    return value in _EMPTY.get(eqn.name, ()) and (value == 0 or integral)
 
 
-def _chosen(eqn: Equation) -> RowType:
+def _select(eqn: Equation) -> RowType:
     """Return the type of entries chosen by a predicate, which where it is known chooses one operand."""
-    by, *branches = eqn.types
-    if isinstance(by, Same) and by.value is not None:
-        return branches[int(by.value)]
-    if (first := told(eqn.types)) is not None:
+    predicate, *branches = eqn.types
+    if isinstance(predicate, Same) and predicate.value is not None:
+        return branches[int(predicate.value)]
+    if (first := first_fault(eqn.types)) is not None:
         return first
-    if any(isinstance(each, Running) for each in eqn.types):
+    if any(isinstance(operand, Running) for operand in eqn.types):
         return coupled("a running sum over rows")
-    if isinstance(by, Same):
+    if isinstance(predicate, Same):
         result = either(branches)
-        if by.degree or not isinstance(result, Same | Rows):
-            return BY_COUNT if by.degree else result
-        return scaled(aligned((by, result)), result.degree, getattr(result, "divisor", None))
-    if isinstance(by, Rows):
+        if predicate.degree or not isinstance(result, Same | Rows):
+            return BY_COUNT if predicate.degree else result
+        return scaled(aligned((predicate, result)), result.degree, getattr(result, "divisor", None))
+    if isinstance(predicate, Rows):
         result = either(branches)
-        if by.degree or by.divisor is not None or isinstance(result, Sum | Number):
+        if predicate.degree or predicate.divisor is not None or isinstance(result, Sum | Number):
             return OF_ALL
         if not isinstance(result, Same | Rows):
             return result
-        return scaled(aligned((by, *branches)), result.degree, getattr(result, "divisor", None))
-    return _of_a_count(by, branches)
+        return scaled(aligned((predicate, *branches)), result.degree, getattr(result, "divisor", None))
+    return _select_by_count(predicate, branches)
 
 
-def _of_a_count(by: RowType, branches: Sequence[RowType]) -> RowType:
+def _select_by_count(predicate: RowType, branches: Sequence[RowType]) -> RowType:
     """Return the type of a choice by a number of all rows: a mean stays one, where it is 0 if nothing counts."""
-    base = by.base if isinstance(by, Number) and by.empty else None
-    live = [each for each in branches if not (isinstance(each, Same) and each.value == 0)]
+    base = predicate.base if isinstance(predicate, Number) and predicate.empty else None
+    live = [operand for operand in branches if not (isinstance(operand, Same) and operand.value == 0)]
 
     def is_mean(kind: RowType) -> bool:
         return isinstance(kind, Sum | Rows) and kind.divisor is not None and kind.divisor.base == base
 
-    if any(isinstance(each, Rows) for each in branches) and (base is None or not all(map(is_mean, live))):
+    if any(isinstance(operand, Rows) for operand in branches) and (base is None or not all(map(is_mean, live))):
         return OF_ALL
     if base is not None and len(live) == 1:
         if is_mean(live[0]):
@@ -256,8 +256,14 @@ def _of_a_count(by: RowType, branches: Sequence[RowType]) -> RowType:
         if isinstance(live[0], Number) and live[0].base == base:
             return live[0]
     if base is not None and len(live) == 2:
-        counts = [each for each in live if isinstance(each, Sum) and each.base == base and each.divisor is None]
-        ones = [each for each in live if isinstance(each, Same) and each.value is not None and each.value <= 1]
+        counts = [
+            operand for operand in live if isinstance(operand, Sum) and operand.base == base and operand.divisor is None
+        ]
+        ones = [
+            operand
+            for operand in live
+            if isinstance(operand, Same) and operand.value is not None and operand.value <= 1
+        ]
         if counts and ones:
             return Number(1, base, counts[0].degree, counts[0].counts)
     return Number()
@@ -268,7 +274,7 @@ _SCALED: dict[str, Callable[[Equation], RowType]] = {
     "add_any": _add,
     "div": _div,
     "integer_pow": _power,
-    "max": _larger,
+    "max": _max,
     "mul": _mul,
     "sub": _add,
 }

@@ -8,7 +8,7 @@ from axonn_jax.backend.dependence.row_moves import moved
 from axonn_jax.backend.dependence.row_types import (
     BY_COUNT,
     BY_PLACE,
-    EACH_ROUND,
+    LOOP_AXIS,
     NO_AXES,
     Rows,
     RowType,
@@ -22,13 +22,13 @@ from axonn_jax.backend.dependence.row_types import (
 
 def _concatenate(eqn: Equation) -> RowType:
     dim, kinds = eqn.param["dimension"], eqn.types
-    rows = [each for each in kinds if isinstance(each, Rows)]
-    if rows and all(each.axis == dim for each in rows):
-        return _rows_joined(eqn, rows, dim)
+    rows = [operand for operand in kinds if isinstance(operand, Rows)]
+    if rows and all(operand.axis == dim for operand in rows):
+        return _concatenate_rows(eqn, rows, dim)
     if dim != len(eqn.result) - 1:
-        return _joined(eqn, either(kinds), dim)
+        return _concatenated(eqn, either(kinds), dim)
     # Columns of indices, of which those that are a row's own index are known: jax looks entries up by such arrays.
-    places, columns, others, offset = set[int](), set[int](), list[RowType](), 0
+    places, columns, parts, offset = set[int](), set[int](), list[RowType](), 0
     for kind, (shape, _) in zip(kinds, eqn.shapes, strict=True):
         if isinstance(kind, Same) and kind.place not in (None, dim) and (shape[dim] == 1 or kind.columns):
             places.add(kind.place)  # type: ignore[arg-type]
@@ -36,9 +36,9 @@ def _concatenate(eqn: Equation) -> RowType:
             kind = replace(kind, varies=kind.varies - {kind.place})  # type: ignore[operator]
         elif isinstance(kind, Rows):
             columns |= {offset + column for column in kind.columns}
-        others.append(kind)
+        parts.append(kind)
         offset += shape[dim]
-    result = _joined(eqn, either(others), dim)
+    result = _concatenated(eqn, either(parts), dim)
     if isinstance(result, Rows) and places <= {result.axis}:
         return replace(result, columns=frozenset(columns))
     if isinstance(result, Same) and len(places) == 1:
@@ -46,7 +46,7 @@ def _concatenate(eqn: Equation) -> RowType:
     return BY_PLACE if places else result
 
 
-def _joined(eqn: Equation, result: RowType, dim: int) -> RowType:
+def _concatenated(eqn: Equation, result: RowType, dim: int) -> RowType:
     if isinstance(result, Same):
         return replace(result, varies=result.varies | {dim}, place=None, value=None)
     if isinstance(result, Rows):
@@ -54,10 +54,10 @@ def _joined(eqn: Equation, result: RowType, dim: int) -> RowType:
     return replace(result, base=eqn.key, scalar=False) if isinstance(result, Sum) else result
 
 
-def _rows_joined(eqn: Equation, rows: Sequence[Rows], dim: int) -> RowType:
+def _concatenate_rows(eqn: Equation, rows: Sequence[Rows], dim: int) -> RowType:
     """Return the type of rows behind other rows, each as often as the batch has it."""
     first = rows[0]
-    if any(replace(each, outer=first.outer, columns=first.columns) != first for each in rows):
+    if any(replace(operand, outer=first.outer, columns=first.columns) != first for operand in rows):
         return unknown("rows of other layouts behind each other")
     outer = 0
     for kind, shapes in zip(eqn.types, eqn.shapes, strict=True):
@@ -88,8 +88,8 @@ def _slice(eqn: Equation) -> RowType:
         if stride == 1:
             cuts.append((1, *divmod(start, unit), *divmod(stop, unit)))
         else:  # one of every few neighbours
-            whole = start < stride and kind.inner == kind.outer == 1 and unit % stride == 0 and stop > unit - stride
-            cuts.append((stride if whole else 0, start, 0, stride, 0))
+            strided = start < stride and kind.inner == kind.outer == 1 and unit % stride == 0 and stop > unit - stride
+            cuts.append((stride if strided else 0, start, 0, stride, 0))
     stride, first, over, last, past = cuts[0]
     if cuts[0] != cuts[1] or over or past or not stride:
         return coupled("rows chosen by their place")
@@ -113,7 +113,7 @@ def _split(eqn: Equation) -> Sequence[RowType]:
 
 def _pad(eqn: Equation) -> RowType:
     kind, filling = eqn.types
-    if isinstance(kind, Rows) and kind.axis != EACH_ROUND:
+    if isinstance(kind, Rows) and kind.axis != LOOP_AXIS:
         outers = set()
         for params, rows in zip(eqn.params, eqn.rows, strict=True):
             low, high, inside = params["padding_config"][kind.axis]
@@ -134,11 +134,11 @@ def _pad(eqn: Equation) -> RowType:
 
 def _dynamic_slice(eqn: Equation) -> RowType:
     kind, *starts = eqn.types
-    if not all(isinstance(each, Same) for each in starts):
+    if not all(isinstance(operand, Same) for operand in starts):
         return unknown("entries chosen by rows")
     if isinstance(kind, Rows):
-        whole = eqn.shape[kind.axis] == eqn.result[kind.axis]
-        return replace(kind, columns=NO_AXES) if whole else coupled("rows chosen by their place")
+        full = eqn.shape[kind.axis] == eqn.result[kind.axis]
+        return replace(kind, columns=NO_AXES) if full else coupled("rows chosen by their place")
     cut = frozenset(axis for axis, (a, b) in enumerate(zip(eqn.shape, eqn.result, strict=True)) if a != b)
     if isinstance(kind, Same):
         if cut & by_rows(eqn.shapes[0]):
@@ -149,9 +149,9 @@ def _dynamic_slice(eqn: Equation) -> RowType:
 
 def _dynamic_update_slice(eqn: Equation) -> RowType:
     kind, update, *starts = eqn.types
-    if not all(isinstance(each, Same) for each in starts):
+    if not all(isinstance(operand, Same) for operand in starts):
         return unknown("entries chosen by rows")
-    axis = next((each.axis for each in (kind, update) if isinstance(each, Rows)), None)
+    axis = next((operand.axis for operand in (kind, update) if isinstance(operand, Rows)), None)
     if axis is not None and eqn.shapes[0][0][axis] != eqn.shapes[1][0][axis]:
         return coupled("rows beside others in one array")
     result = either((kind, update))

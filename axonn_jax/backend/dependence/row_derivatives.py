@@ -27,29 +27,29 @@ _COTANGENT = Divisor("cotangent", counts=False)
 
 
 def derivative_fault(
-    eqn: Any, other: Any, given: Values, out: Values, run: Callable[..., Values], name: Callable[..., int]
+    eqn: Any, other: Any, operands: Values, results: Values, run: Callable[..., Values], name: Callable[..., int]
 ) -> Told | None:
     """Return what couples rows in a derivative that is written by hand, which no function of the rows implies.
 
     The cotangents are those of a mean: of a part they are as many times larger as there are parts, so that what
     uses them in another way than linearly is another number.
     """
-    if not any(isinstance(each.type, Rows | Sum) for each in (*given, *out)):
+    if not any(isinstance(operand.type, Rows | Sum) for operand in (*operands, *results)):
         return None
     try:
-        (whole, inputs, floats), (part, _, _) = _pulled(eqn), _pulled(other)
+        (full, inputs, floats), (part, _, _) = _trace_vjp(eqn), _trace_vjp(other)
     except Exception:  # of a rule of a stranger, which the loss's own gradient meets too
         return unknown("a derivative of its own that is not traced")
-    known = dict(zip((id(var) for var in eqn.invars), given, strict=True))
-    values = [known[id(var)] for var in inputs]
+    value_of = dict(zip((id(var) for var in eqn.invars), operands, strict=True))
+    values = [value_of[id(var)] for var in inputs]
     moving = [values[at] for at in floats]
-    for value, var in zip(out, eqn.outvars, strict=True):
+    for value, var in zip(results, eqn.outvars, strict=True):
         if jnp.issubdtype(var.aval.dtype, jnp.inexact):
             kind: RowType = Sum(-1.0, _COTANGENT)
             if isinstance(value.type, Rows):
                 kind = replace(value.type, degree=-1.0, divisor=_COTANGENT, columns=NO_AXES)
             values.append(Value(kind, name("cotangent", id(var)), True))
-    pulled = run(whole, part, values)
+    pulled = run(full, part, values)
     for value, gradient in zip(moving, pulled, strict=True):
         kind = gradient.type
         if isinstance(kind, Told):
@@ -62,18 +62,18 @@ def derivative_fault(
     return None
 
 
-def _pulled(eqn: Any) -> tuple[ClosedJaxpr, list[Any], list[int]]:
+def _trace_vjp(eqn: Any) -> tuple[ClosedJaxpr, list[Any], list[int]]:
     """Return the traced program of an equation's cotangents, its inputs, and the places of those that have one.
 
     The program is of the inputs and of the results' cotangents.
     """
     function = compat.function_of(eqn)
-    given = list(dict.fromkeys(var for var in eqn.invars if not hasattr(var, "val")))
+    variables = list(dict.fromkeys(var for var in eqn.invars if not hasattr(var, "val")))
     inputs, outputs = (
-        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (given, eqn.outvars)
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in value] for value in (variables, eqn.outvars)
     )
-    floats = [at for at, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.inexact)]
-    reals = [at for at, each in enumerate(outputs) if jnp.issubdtype(each.dtype, jnp.inexact)]
+    floats = [at for at, value in enumerate(inputs) if jnp.issubdtype(value.dtype, jnp.inexact)]
+    reals = [at for at, value in enumerate(outputs) if jnp.issubdtype(value.dtype, jnp.inexact)]
 
     def pulled(values: list[Any], cotangents: list[Any]) -> Any:
         def run(moving: list[Any]) -> Any:
@@ -83,4 +83,4 @@ def _pulled(eqn: Any) -> tuple[ClosedJaxpr, list[Any], list[int]]:
 
         return jax.vjp(run, [values[at] for at in floats])[1](cotangents)[0]
 
-    return jax.make_jaxpr(pulled)(inputs, [outputs[at] for at in reals]), given, floats
+    return jax.make_jaxpr(pulled)(inputs, [outputs[at] for at in reals]), variables, floats

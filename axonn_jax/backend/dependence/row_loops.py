@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.backend.dependence.row_rules import of_round
+from axonn_jax.backend.dependence.row_rules import loop_row_type
 from axonn_jax.backend.dependence.row_types import (
-    BESIDE_ROWS,
+    MISALIGNED,
     BY_PLACE,
-    EACH_ROUND,
+    LOOP_AXIS,
     NO_AXES,
     Rows,
     RowType,
@@ -52,138 +52,141 @@ class Loops(ABC):
     """Reading of branches and loops, by that of the programs that they run."""
 
     @abstractmethod
-    def body(self, whole: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())) -> Values:
+    def body(self, full: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())) -> Values:
         """Return the values that two programs return, of the values that they are given."""
 
     @abstractmethod
     def name(self, *parts: Any) -> int:
         """Return the name of a value by what it is computed from: equal ones have equal values."""
 
-    def cond(self, eqn: Any, given: Values, pairs: Sequence[Any]) -> Values:
+    def cond(self, eqn: Any, operands: Values, pairs: Sequence[Any]) -> Values:
         """Return the values of a branch: of all branches, where the choice is not known."""
-        by, operands = given[0], given[1:]
-        if isinstance(by.type, Same) and by.type.value is not None:
-            whole, part = pairs[int(by.type.value)]
-            return self.body(whole.jaxpr, part.jaxpr, operands, (whole.consts, part.consts))
-        runs = [self.body(w.jaxpr, p.jaxpr, operands, (w.consts, p.consts)) for w, p in pairs]
-        of_model = any(each.of_model for each in given)
-        kinds = [either([each.type for each in branch]) for branch in zip(*runs, strict=True)]
-        if isinstance(by.type, Rows) and by.type.axis == EACH_ROUND:
-            kinds = [kind if isinstance(kind, Told) else of_round((by.type, kind)) for kind in kinds]
-        elif isinstance(by.type, Told):
-            kinds = [by.type] * len(kinds)
-        elif not isinstance(by.type, Same):
+        predicate, branch_operands = operands[0], operands[1:]
+        if isinstance(predicate.type, Same) and predicate.type.value is not None:
+            full, part = pairs[int(predicate.type.value)]
+            return self.body(full.jaxpr, part.jaxpr, branch_operands, (full.consts, part.consts))
+        runs = [self.body(w.jaxpr, p.jaxpr, branch_operands, (w.consts, p.consts)) for w, p in pairs]
+        of_model = any(operand.of_model for operand in operands)
+        kinds = [either([operand.type for operand in branch]) for branch in zip(*runs, strict=True)]
+        if isinstance(predicate.type, Rows) and predicate.type.axis == LOOP_AXIS:
+            kinds = [kind if isinstance(kind, Told) else loop_row_type((predicate.type, kind)) for kind in kinds]
+        elif isinstance(predicate.type, Told):
+            kinds = [predicate.type] * len(kinds)
+        elif not isinstance(predicate.type, Same):
             kinds = [coupled("a branch that a number of all rows chooses")] * len(kinds)
         return [Value(kind, self.name("cond", id(eqn), at), of_model) for at, kind in enumerate(kinds)]
 
-    def while_loop(self, eqn: Any, given: Values, pairs: Sequence[Any]) -> Values:
+    def while_loop(self, eqn: Any, operands: Values, pairs: Sequence[Any]) -> Values:
         """Return what a loop carries, whose rounds no row may decide."""
         of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         (cond, other_cond), (body, other_body) = pairs
-        consts, carry = given[of_cond : of_cond + of_body], given[of_cond + of_body :]
+        consts, carry = operands[of_cond : of_cond + of_body], operands[of_cond + of_body :]
 
-        def again(carry: Values) -> Values:
+        def iterate(carry: Values) -> Values:
             return self.body(body.jaxpr, other_body.jaxpr, [*consts, *carry], (body.consts, other_body.consts))
 
-        carry = self._settled(eqn, carry, again)
-        asks = self.body(cond.jaxpr, other_cond.jaxpr, [*given[:of_cond], *carry], (cond.consts, other_cond.consts))[
-            0
-        ].type
-        if isinstance(asks, Rows) and asks.axis == EACH_ROUND:
-            return [replace(v, type=of_round((asks, v.type))) if not isinstance(v.type, Told) else v for v in carry]
-        if not isinstance(asks, Same) or asks.degree:
-            fault = asks if isinstance(asks, Told) else coupled("a loop whose rounds rows decide")
-            if isinstance(asks, Told):
-                fault = replace(asks, reason=f"{asks.reason}, which decides how often a loop runs")
-            return [replace(each, type=fault) for each in carry]
+        carry = self._fixed_point(eqn, carry, iterate)
+        condition = self.body(
+            cond.jaxpr, other_cond.jaxpr, [*operands[:of_cond], *carry], (cond.consts, other_cond.consts)
+        )[0].type
+        if isinstance(condition, Rows) and condition.axis == LOOP_AXIS:
+            return [
+                replace(v, type=loop_row_type((condition, v.type))) if not isinstance(v.type, Told) else v
+                for v in carry
+            ]
+        if not isinstance(condition, Same) or condition.degree:
+            fault = condition if isinstance(condition, Told) else coupled("a loop whose rounds rows decide")
+            if isinstance(condition, Told):
+                fault = replace(condition, reason=f"{condition.reason}, which decides how often a loop runs")
+            return [replace(value, type=fault) for value in carry]
         return carry
 
-    def _settled(self, eqn: Any, carry: Values, again: Callable[[Values], Values]) -> Values:
+    def _fixed_point(self, eqn: Any, carry: Values, iterate: Callable[[Values], Values]) -> Values:
         """Return what a loop carries when another round changes no type."""
-        carry = [_bare(value, self.name("carry", id(eqn), at)) for at, value in enumerate(carry)]
-        for _ in range(_ROUNDS):
-            after = again(carry)
+        carry = [_as_carry(value, self.name("carry", id(eqn), at)) for at, value in enumerate(carry)]
+        for _ in range(_MAX_ITERATIONS):
+            outputs = iterate(carry)
             joint = [
-                _bare(replace(a, type=either((a.type, b.type)), of_model=a.of_model or b.of_model), a.key)
-                for a, b in zip(carry, after, strict=True)
+                _as_carry(replace(a, type=either((a.type, b.type)), of_model=a.of_model or b.of_model), a.key)
+                for a, b in zip(carry, outputs, strict=True)
             ]
             if joint == carry:
                 return carry
             carry = joint
         return [replace(value, type=unknown("a loop")) for value in carry]
 
-    def scan(self, eqn: Any, other: Any, given: Values, pair: tuple[Any, Any]) -> Values:
+    def scan(self, eqn: Any, other: Any, operands: Values, pair: tuple[Any, Any]) -> Values:
         """Return what a loop of a known length carries, and the stacks that it makes."""
         body, other_body = pair
         consts_count, carry_count = eqn.params["num_consts"], eqn.params["num_carry"]
-        consts, carry = given[:consts_count], given[consts_count : consts_count + carry_count]
-        stacks = given[consts_count + carry_count :]
+        consts, carry = operands[:consts_count], operands[consts_count : consts_count + carry_count]
+        stacks = operands[consts_count + carry_count :]
 
-        def once(carry: Values, slices: Values) -> Values:
+        def run_body(carry: Values, slices: Values) -> Values:
             return self.body(body.jaxpr, other_body.jaxpr, [*consts, *carry, *slices], (body.consts, other_body.consts))
 
         if eqn.params["length"] != other.params["length"]:
-            return self._over_rows(eqn, carry, stacks, once)
-        slices = [replace(each, type=_slice_of(each.type), key=self.name("slice", each.key)) for each in stacks]
+            return self._loop_over_rows(eqn, carry, stacks, run_body)
+        slices = [replace(stack, type=_element_type(stack.type), key=self.name("slice", stack.key)) for stack in stacks]
         last: Values = []
 
-        def again(carry: Values) -> Values:
+        def iterate(carry: Values) -> Values:
             nonlocal last
-            out = once(carry, slices)
+            out = run_body(carry, slices)
             last = out[carry_count:]
             return out[:carry_count]
 
-        carry = self._settled(eqn, carry, again)
-        again(carry)
-        grown = [replace(v, type=_stacked(v.type), key=self.name("ys", id(eqn), at)) for at, v in enumerate(last)]
-        return [*carry, *grown]
+        carry = self._fixed_point(eqn, carry, iterate)
+        iterate(carry)
+        stacked = [replace(v, type=_stack_type(v.type), key=self.name("ys", id(eqn), at)) for at, v in enumerate(last)]
+        return [*carry, *stacked]
 
-    def _over_rows(self, eqn: Any, carry: Values, stacks: Values, once: Callable[..., Values]) -> Values:
+    def _loop_over_rows(self, eqn: Any, carry: Values, stacks: Values, run_body: Callable[..., Values]) -> Values:
         """Return the values of a loop over rows: of what it adds up the sums, of the others an entry a row."""
         layouts = [
             replace(t, degree=0.0, divisor=None, columns=NO_AXES) for v in stacks if isinstance(t := v.type, Rows)
         ]
         row = layouts[0] if layouts else Rows(0)
-        if row.axis != 0 or any(each != row for each in layouts):
+        if row.axis != 0 or any(value != row for value in layouts):
             return [Value(unknown("a loop over rows of several layouts"), None)] * len(eqn.outvars)
-        one = Rows(EACH_ROUND)  # one row, or group of rows, whichever its place
+        entry = Rows(LOOP_AXIS)  # one row, or group of rows, whichever its place
 
-        def of(kind: RowType) -> RowType:
+        def slice_type(kind: RowType) -> RowType:
             if isinstance(kind, Rows):
-                return replace(one, degree=kind.degree, divisor=kind.divisor)
+                return replace(entry, degree=kind.degree, divisor=kind.divisor)
             if isinstance(kind, Same) and 0 in kind.varies:
                 return BY_PLACE
             if isinstance(kind, Same) and 0 in kind.drawn:
-                return one
-            return _slice_of(kind)
+                return entry
+            return _element_type(kind)
 
-        slices = [replace(each, type=of(each.type), key=self.name("slice", each.key)) for each in stacks]
+        slices = [replace(value, type=slice_type(value.type), key=self.name("slice", value.key)) for value in stacks]
         body = next(bodies(eqn))
         start = eqn.params["num_consts"]
-        inside = [body.invars[start + at] is body.outvars[at] for at in range(len(carry))]
-        carried = [_bare(v, self.name("carry", id(eqn), at)) for at, v in enumerate(carry)]
-        first_round = [
-            value if kept else replace(value, type=one if _is_key(var) else Running(at))
-            for at, (value, kept, var) in enumerate(zip(carried, inside, body.invars[start:], strict=False))
+        invariants = [body.invars[start + at] is body.outvars[at] for at in range(len(carry))]
+        carried = [_as_carry(v, self.name("carry", id(eqn), at)) for at, v in enumerate(carry)]
+        first_iteration = [
+            value if invariant else replace(value, type=entry if _is_key(var) else Running(at))
+            for at, (value, invariant, var) in enumerate(zip(carried, invariants, body.invars[start:], strict=False))
         ]
-        out = once(first_round, slices)
+        out = run_body(first_iteration, slices)
         kinds: list[RowType] = []
-        for at, (value, kept) in enumerate(zip(carry, inside, strict=True)):
-            after = out[at].type
+        for at, (value, invariant) in enumerate(zip(carry, invariants, strict=True)):
+            carry_type = out[at].type
             zero = isinstance(value.type, Same) and value.type.value == 0
-            if kept:
+            if invariant:
                 kinds.append(carried[at].type)
-            elif after == Running(at):
+            elif carry_type == Running(at):
                 kinds.append(
                     Sum(base=self.name("total", id(eqn), at)) if zero else coupled("a sum that begins elsewhere")
                 )
             else:
-                kinds.append(after if isinstance(after, Told) else coupled("what a loop over rows carries"))
-        grown = [_row_by_row(each.type, row) for each in out[len(carry) :]]
-        return [Value(kind, self.name("over", id(eqn), at), True) for at, kind in enumerate([*kinds, *grown])]
+                kinds.append(carry_type if isinstance(carry_type, Told) else coupled("what a loop over rows carries"))
+        stacked = [_row_stack_type(value.type, row) for value in out[len(carry) :]]
+        return [Value(kind, self.name("over", id(eqn), at), True) for at, kind in enumerate([*kinds, *stacked])]
 
 
-def _bare(value: Value, key: Any) -> Value:
+def _as_carry(value: Value, key: Any) -> Value:
     """Return what a loop carries, of which a number is another in the next round."""
     kind = value.type
     if isinstance(kind, Same):
@@ -193,7 +196,7 @@ def _bare(value: Value, key: Any) -> Value:
     return replace(value, type=kind, key=key)
 
 
-def _slice_of(kind: RowType) -> RowType:
+def _element_type(kind: RowType) -> RowType:
     """Return the type of an entry of a stack that a loop reads."""
     if isinstance(kind, Same):
         varies, drawn = (frozenset(axis - 1 for axis in axes if axis) for axes in (kind.varies, kind.drawn))
@@ -203,7 +206,7 @@ def _slice_of(kind: RowType) -> RowType:
     return kind
 
 
-def _stacked(kind: RowType) -> RowType:
+def _stack_type(kind: RowType) -> RowType:
     """Return the type of a stack of what rounds of a loop give."""
     if isinstance(kind, Same):
         varies = frozenset({0, *(axis + 1 for axis in kind.varies)})
@@ -213,9 +216,9 @@ def _stacked(kind: RowType) -> RowType:
     return replace(kind, scalar=False) if isinstance(kind, Sum) else kind
 
 
-def _row_by_row(kind: RowType, row: Rows) -> RowType:
+def _row_stack_type(kind: RowType, row: Rows) -> RowType:
     """Return the type of a stack of what a loop over rows gives."""
-    if isinstance(kind, Rows) and kind.axis == EACH_ROUND:
+    if isinstance(kind, Rows) and kind.axis == LOOP_AXIS:
         return replace(row, degree=kind.degree, divisor=kind.divisor)
     if isinstance(kind, Same):
         return Same(
@@ -226,7 +229,7 @@ def _row_by_row(kind: RowType, row: Rows) -> RowType:
         if isinstance(kind, Running)
         else kind
         if isinstance(kind, Told)
-        else BESIDE_ROWS
+        else MISALIGNED
     )
 
 
@@ -234,5 +237,5 @@ def _is_key(var: Any) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
 
 
-_ROUNDS = 8
+_MAX_ITERATIONS = 8
 """Rounds after which a loop's types have settled, or are not understood."""

@@ -9,7 +9,7 @@ from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_types import (
     BY_COUNT,
     BY_PLACE,
-    EACH_ROUND,
+    LOOP_AXIS,
     NO_AXES,
     OF_ALL,
     Number,
@@ -27,17 +27,19 @@ Place = tuple[int, int, int, int]
 """Layout of rows in an array: axis, outer, inner and group of a `Rows`."""
 
 
-def _at(axes: Iterable[int], where: Callable[[int], int | None]) -> frozenset[int]:
-    return frozenset(at for axis in axes if (at := where(axis)) is not None)
+def _at(axes: Iterable[int], axis_map: Callable[[int], int | None]) -> frozenset[int]:
+    return frozenset(at for axis in axes if (at := axis_map(axis)) is not None)
 
 
-def moved(kind: RowType, where: Callable[[int], int | None]) -> RowType:
+def moved(kind: RowType, axis_map: Callable[[int], int | None]) -> RowType:
     """Return a type whose axes are elsewhere, by a function from each old axis to the new one, or None."""
     if isinstance(kind, Same):
-        place = None if kind.place is None else where(kind.place)
-        return replace(kind, varies=_at(kind.varies, where), drawn=_at(kind.drawn, where), place=place, columns=NO_AXES)
-    if isinstance(kind, Rows) and kind.axis != EACH_ROUND:
-        axis = where(kind.axis)
+        place = None if kind.place is None else axis_map(kind.place)
+        return replace(
+            kind, varies=_at(kind.varies, axis_map), drawn=_at(kind.drawn, axis_map), place=place, columns=NO_AXES
+        )
+    if isinstance(kind, Rows) and kind.axis != LOOP_AXIS:
+        axis = axis_map(kind.axis)
         return (
             unknown("an axis of rows that is left out") if axis is None else replace(kind, axis=axis, columns=NO_AXES)
         )
@@ -63,17 +65,17 @@ def _reshape(eqn: Equation) -> RowType:
     if isinstance(kind, Rows):
         sides = list(zip(eqn.shapes[0], eqn.results[0], eqn.rows, strict=True))
         axes = [axis for axis, size in enumerate(eqn.result) if size > 1]
-        whole = next((place for axis in axes if (place := _reshaped(kind, *sides[0], axis)) is not None), None)
-        if whole is None or whole != _reshaped(kind, *sides[1], whole[0]):
+        layout = next((place for axis in axes if (place := _reshaped(kind, *sides[0], axis)) is not None), None)
+        if layout is None or layout != _reshaped(kind, *sides[1], layout[0]):
             return coupled("rows divided into chunks, or put together with others")
-        axis, outer, inner, group = whole
+        axis, outer, inner, group = layout
         return replace(kind, axis=axis, outer=outer, inner=inner, group=group, columns=NO_AXES)
     if not isinstance(kind, Same) or not kind.varies | kind.drawn:
         return kind
     old, new = eqn.shape, eqn.result
-    wide, after = ([axis for axis, size in enumerate(shape) if size > 1] for shape in (old, new))
-    if [old[axis] for axis in wide] == [new[axis] for axis in after]:  # axes of size one come and go
-        to = dict(zip(wide, after, strict=True))
+    old_wide, new_wide = ([axis for axis, size in enumerate(shape) if size > 1] for shape in (old, new))
+    if [old[axis] for axis in old_wide] == [new[axis] for axis in new_wide]:  # axes of size one come and go
+        to = dict(zip(old_wide, new_wide, strict=True))
         return moved(kind, to.get)
     return Same(_spans(kind.varies, old, new), _spans(kind.drawn, old, new), kind.degree, value=kind.value)
 
@@ -100,15 +102,15 @@ def _spans(axes: Iterable[int], old: Sequence[int], new: Sequence[int]) -> froze
 
 
 def _squeeze(eqn: Equation) -> RowType:
-    gone = {axis % len(eqn.shape) for axis in eqn.param["dimensions"]}
-    left = [axis for axis in range(len(eqn.shape)) if axis not in gone]
-    return moved(eqn.types[0], lambda axis: left.index(axis) if axis in left else None)
+    removed = {axis % len(eqn.shape) for axis in eqn.param["dimensions"]}
+    remaining = [axis for axis in range(len(eqn.shape)) if axis not in removed]
+    return moved(eqn.types[0], lambda axis: remaining.index(axis) if axis in remaining else None)
 
 
 def _expand(eqn: Equation) -> RowType:
     new = {axis % len(eqn.result) for axis in eqn.param["dimensions"]}
-    left = [axis for axis in range(len(eqn.result)) if axis not in new]
-    return moved(eqn.types[0], left.__getitem__)
+    remaining = [axis for axis in range(len(eqn.result)) if axis not in new]
+    return moved(eqn.types[0], remaining.__getitem__)
 
 
 def _iota(eqn: Equation) -> RowType:
@@ -118,10 +120,10 @@ def _iota(eqn: Equation) -> RowType:
 
 def _reduce(eqn: Equation) -> RowType:
     kind, axes = eqn.types[0], set(eqn.param["axes"])
-    left = [axis for axis in range(len(eqn.shape)) if axis not in axes]
+    remaining = [axis for axis in range(len(eqn.shape)) if axis not in axes]
 
-    def where(axis: int) -> int | None:
-        return left.index(axis) if axis in left else None
+    def axis_map(axis: int) -> int | None:
+        return remaining.index(axis) if axis in remaining else None
 
     adds = eqn.name == "reduce_sum"
     if isinstance(kind, Sum):
@@ -133,21 +135,21 @@ def _reduce(eqn: Equation) -> RowType:
         return Number()
     if isinstance(kind, Rows):
         if kind.axis in axes:
-            what = "rows" if kind.group == 1 else "groups of rows"
-            return _total(eqn, kind.degree, kind.divisor) if adds else coupled(f"{_PLAIN[eqn.name]} over {what}")
-        return moved(kind, where) if adds else _undivided(kind, moved(kind, where))
+            unit = "rows" if kind.group == 1 else "groups of rows"
+            return _total(eqn, kind.degree, kind.divisor) if adds else coupled(f"{_PLAIN[eqn.name]} over {unit}")
+        return moved(kind, axis_map) if adds else _undivided(kind, moved(kind, axis_map))
     assert isinstance(kind, Same)
     kind = replace(kind, place=None, columns=NO_AXES)
     over = by_rows(eqn.shapes[0]) & axes
     if not over or kind.value == 0:
-        return moved(replace(kind, value=kind.value if kind.value == 0 else None), where)
+        return moved(replace(kind, value=kind.value if kind.value == 0 else None), axis_map)
     if kind.varies & over:
         return BY_PLACE
     if kind.drawn & over:
         return _total(eqn, kind.degree, None) if adds else coupled(f"{_PLAIN[eqn.name]} over draws of rows")
     if eqn.name in ("reduce_prod", "reduce_xor", "argmax", "argmin"):
         return BY_COUNT
-    return moved(replace(kind, degree=kind.degree + adds, value=None), where)
+    return moved(replace(kind, degree=kind.degree + adds, value=None), axis_map)
 
 
 def _total(eqn: Equation, degree: float, divisor: Any) -> Sum:
@@ -163,11 +165,11 @@ def _undivided(kind: Rows, result: RowType) -> RowType:
 def along(eqn: Equation, axes: Iterable[int]) -> RowType:
     """Return the type of what is computed along some axes from all entries there, as a sum so far or an order."""
     axes = set(axes)
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
-        if any(isinstance(each, Rows) for each in eqn.types):
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
+        if any(isinstance(operand, Rows) for operand in eqn.types):
             return OF_ALL
         return either(eqn.types) if eqn.name == "cumsum" and len(eqn.types) == 1 else Number()
-    scaled = [each for each in eqn.types if isinstance(each, Rows | Same) and each.degree]
+    scaled = [operand for operand in eqn.types if isinstance(operand, Rows | Same) and operand.degree]
     if eqn.name not in ("cumsum", "rev") and scaled:
         return BY_COUNT
     result = either(eqn.types) if len(eqn.types) == 1 else aligned(eqn.types)
@@ -197,9 +199,11 @@ def _last(eqn: Equation) -> RowType:
 
 def _window(eqn: Equation) -> RowType:
     """Return the type of what is pooled; an axis of rows has windows of one row."""
-    kinds = [each for each in eqn.types if not (isinstance(each, Same) and each.value is not None)] or eqn.types
-    if any(isinstance(each, Sum | Number) for each in kinds):
-        return OF_ALL if any(isinstance(each, Rows) for each in kinds) else Number()
+    kinds = [
+        operand for operand in eqn.types if not (isinstance(operand, Same) and operand.value is not None)
+    ] or eqn.types
+    if any(isinstance(operand, Sum | Number) for operand in kinds):
+        return OF_ALL if any(isinstance(operand, Rows) for operand in kinds) else Number()
     result = aligned(kinds)
     axes = [result.axis] if isinstance(result, Rows) else sorted(by_rows(eqn.shapes[0]))
     windows, padding = eqn.param["window_dimensions"], eqn.param["padding"]

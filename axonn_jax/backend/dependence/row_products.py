@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_types import (
-    BESIDE_ROWS,
+    MISALIGNED,
     BY_COUNT,
     BY_PLACE,
     NO_AXES,
@@ -23,27 +23,32 @@ from axonn_jax.backend.dependence.row_types import (
 
 
 def _dot(eqn: Equation) -> RowType:
-    (left_over, right_over), (left_batch, right_batch) = eqn.param["dimension_numbers"]
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
-        return _of_sums(eqn)
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = eqn.param["dimension_numbers"]
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
+        return _product_of_sums(eqn)
     sides = [
-        (kind, tuple(over), tuple(batch), [a for a in range(len(shape)) if a not in over and a not in batch])
-        for kind, over, batch, (shape, _) in zip(
-            eqn.types, (left_over, right_over), (left_batch, right_batch), eqn.shapes, strict=True
+        (
+            kind,
+            tuple(contracting),
+            tuple(batch),
+            [a for a in range(len(shape)) if a not in contracting and a not in batch],
+        )
+        for kind, contracting, batch, (shape, _) in zip(
+            eqn.types, (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch), eqn.shapes, strict=True
         )
     ]
-    starts = (len(left_batch), len(left_batch) + len(sides[0][3]))
-    degree = sum(each.degree for each in eqn.types if isinstance(each, Same | Rows))
-    divisors = [each.divisor for each in eqn.types if isinstance(each, Rows) and each.divisor is not None]
+    starts = (len(lhs_batch), len(lhs_batch) + len(sides[0][3]))
+    degree = sum(operand.degree for operand in eqn.types if isinstance(operand, Same | Rows))
+    divisors = [operand.divisor for operand in eqn.types if isinstance(operand, Rows) and operand.divisor is not None]
     if len(divisors) > 1:
         return coupled("a product of two numbers of all rows")
     divisor = divisors[0] if divisors else None
     # Every operand in the axes of [batch, left, right, over], where it must agree with the other.
     seen: list[RowType] = []
     last = starts[1] + len(sides[1][3])
-    for (kind, over, batch, free), start in zip(sides, starts, strict=True):
+    for (kind, contracting, batch, free), start in zip(sides, starts, strict=True):
         to = {a: i for i, a in enumerate(batch)} | {a: start + i for i, a in enumerate(free)}
-        to |= {a: last + i for i, a in enumerate(over)}
+        to |= {a: last + i for i, a in enumerate(contracting)}
         if isinstance(kind, Same):
             seen.append(Same(frozenset(map(to.__getitem__, kind.varies)), frozenset(map(to.__getitem__, kind.drawn))))
         else:
@@ -55,43 +60,41 @@ def _dot(eqn: Equation) -> RowType:
             return Sum(degree + 1, divisor, eqn.key, not eqn.result, not any(eqn.of_model))
         return replace(result, degree=degree, divisor=divisor)
     if isinstance(result, Same):
-        extents = {last + left_over.index(axis) for axis in by_rows(eqn.shapes[0]) if axis in left_over}
+        extents = {last + lhs_contracting.index(axis) for axis in by_rows(eqn.shapes[0]) if axis in lhs_contracting}
         if extents & result.varies:
             return BY_PLACE
         if extents & result.drawn:
             return Sum(degree + 1, divisor, eqn.key, not eqn.result)
-        kept = frozenset(range(last))
-        return Same(result.varies & kept, result.drawn & kept, degree + len(extents))
+        noncontracting = frozenset(range(last))
+        return Same(result.varies & noncontracting, result.drawn & noncontracting, degree + len(extents))
     return result
 
 
-def _of_sums(eqn: Equation) -> RowType:
+def _product_of_sums(eqn: Equation) -> RowType:
     """Return the type of a product with sums, which with numbers of no row is one."""
-    if any(isinstance(each, Rows) for each in eqn.types):
+    if any(isinstance(operand, Rows) for operand in eqn.types):
         return OF_ALL
-    sums = [each for each in eqn.types if isinstance(each, Sum)]
-    others = [each for each in eqn.types if isinstance(each, Same)]
-    if len(sums) != 1 or len(others) != len(eqn.types) - 1 or any(by_rows(each) for each in eqn.shapes):
+    sums = [operand for operand in eqn.types if isinstance(operand, Sum)]
+    factors = [operand for operand in eqn.types if isinstance(operand, Same)]
+    if len(sums) != 1 or len(factors) != len(eqn.types) - 1 or any(by_rows(operand) for operand in eqn.shapes):
         return Number()
-    degree = sums[0].degree + sum(each.degree for each in others)
+    degree = sums[0].degree + sum(operand.degree for operand in factors)
     return replace(sums[0], degree=degree, base=eqn.key, scalar=not eqn.result)
 
 
 def _conv(eqn: Equation) -> RowType:
-    dims, (left, right) = eqn.param["dimension_numbers"], eqn.types
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
-        return _of_sums(eqn)
-    if isinstance(left, Same) and isinstance(right, Same) and not any(map(by_rows, eqn.shapes)):
-        return Same(frozenset(range(len(eqn.result))), degree=left.degree + right.degree)
+    dims, (lhs, rhs) = eqn.param["dimension_numbers"], eqn.types
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
+        return _product_of_sums(eqn)
+    if isinstance(lhs, Same) and isinstance(rhs, Same) and not any(map(by_rows, eqn.shapes)):
+        return Same(frozenset(range(len(eqn.result))), degree=lhs.degree + rhs.degree)
     plain = eqn.param["batch_group_count"] == 1
-    if isinstance(left, Rows) and isinstance(right, Same) and left.axis == dims.lhs_spec[0] and plain:
-        return replace(left, axis=dims.out_spec[0], degree=left.degree + right.degree, columns=NO_AXES)
-    if isinstance(left, Same) and isinstance(right, Same) and plain:
+    if isinstance(lhs, Rows) and isinstance(rhs, Same) and lhs.axis == dims.lhs_spec[0] and plain:
+        return replace(lhs, axis=dims.out_spec[0], degree=lhs.degree + rhs.degree, columns=NO_AXES)
+    if isinstance(lhs, Same) and isinstance(rhs, Same) and plain:
         out = frozenset(range(len(eqn.result))) - {dims.out_spec[0]}
-        mixed = by_rows(eqn.shapes[0]) == {dims.lhs_spec[0]} and dims.lhs_spec[0] not in left.varies
-        return (
-            Same(out, frozenset({dims.out_spec[0]}) if left.drawn else NO_AXES) if mixed else unknown("a convolution")
-        )
+        mixed = by_rows(eqn.shapes[0]) == {dims.lhs_spec[0]} and dims.lhs_spec[0] not in lhs.varies
+        return Same(out, frozenset({dims.out_spec[0]}) if lhs.drawn else NO_AXES) if mixed else unknown("a convolution")
     return unknown("a convolution of rows with rows")
 
 
@@ -107,27 +110,27 @@ def _gather(eqn: Equation) -> RowType:
     if isinstance(at, Rows) and (at.degree or at.divisor is not None):
         return BY_COUNT if at.degree else OF_ALL
     batch = [axis for axis in range(len(eqn.result)) if axis not in dims.offset_dims]
-    gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-    window = [axis for axis in range(len(eqn.shape)) if axis not in gone]
+    removed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+    window = [axis for axis in range(len(eqn.shape)) if axis not in removed]
     last = len(eqn.shapes[1][0]) - 1
 
     def of_rows(axis: int) -> RowType:
         """Return where rows are that come from an axis of the operand."""
         assert isinstance(kind, Rows | Same)
         if axis in dims.operand_batching_dims:
-            own = dims.start_indices_batching_dims[dims.operand_batching_dims.index(axis)]
-            return _placed(kind, batch[own], at, own)
+            indices_axis = dims.start_indices_batching_dims[dims.operand_batching_dims.index(axis)]
+            return _move_rows(kind, batch[indices_axis], at, indices_axis)
         if axis in window and all(
             params["slice_sizes"][axis] == s[axis] for params, s in zip(eqn.params, eqn.shapes[0], strict=True)
         ):
             if isinstance(at, Rows):
-                return BESIDE_ROWS
-            return _placed(kind, dims.offset_dims[window.index(axis)], None, None)
-        own_columns = _own(at, eqn.shapes[1][0])
-        if axis in dims.collapsed_slice_dims and axis in dims.start_index_map and own_columns is not None:
-            place, columns = own_columns
+                return MISALIGNED
+            return _move_rows(kind, dims.offset_dims[window.index(axis)], None, None)
+        index_columns = _index_columns(at, eqn.shapes[1][0])
+        if axis in dims.collapsed_slice_dims and axis in dims.start_index_map and index_columns is not None:
+            place, columns = index_columns
             if list(dims.start_index_map).index(axis) in columns and place != last:
-                return _placed(kind, batch[place], at if isinstance(at, Rows) else None, place)
+                return _move_rows(kind, batch[place], at if isinstance(at, Rows) else None, place)
         return coupled("rows chosen by their place, by a draw or by another row")
 
     if isinstance(kind, Rows):
@@ -148,7 +151,7 @@ def _gather(eqn: Equation) -> RowType:
     return Same(frozenset(varies | offsets), drawn, kind.degree, value=fills)
 
 
-def _own(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[int]] | None:
+def _index_columns(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[int]] | None:
     """Return the axis of an array of indices along which some columns are the index itself, and those columns."""
     if isinstance(at, Rows) and at.columns and at.outer == at.inner == at.group == 1:
         return at.axis, at.columns
@@ -159,12 +162,12 @@ def _own(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[int]] | None
     return None
 
 
-def _placed(kind: Rows | Same, axis: int, at: RowType | None, own: int | None) -> RowType:
+def _move_rows(kind: Rows | Same, axis: int, at: RowType | None, indices_axis: int | None) -> RowType:
     """Return the type of an operand's entries at an axis, where indices of rows must be of the same rows."""
     if isinstance(kind, Same):
         return replace(at, axis=axis) if isinstance(at, Rows) else Same(NO_AXES, frozenset({axis}), kind.degree)
-    if isinstance(at, Rows) and own is not None:
-        joint = aligned((replace(kind, axis=own), at))
+    if isinstance(at, Rows) and indices_axis is not None:
+        joint = aligned((replace(kind, axis=indices_axis), at))
         if not isinstance(joint, Rows):
             return joint
         return replace(joint, axis=axis, degree=kind.degree, divisor=kind.divisor)
@@ -177,29 +180,29 @@ def _scatter(eqn: Equation) -> RowType:
     if isinstance(at, Sum | Number):
         return coupled("entries chosen by a number of all rows")
     if isinstance(updates, Sum | Number) or isinstance(kind, Sum | Number):
-        if any(isinstance(each, Rows) for each in eqn.types):
+        if any(isinstance(operand, Rows) for operand in eqn.types):
             return OF_ALL
         result = either((kind, updates)) if adds else Number()
         return replace(result, base=eqn.key, scalar=False) if isinstance(result, Sum) else result
     scattered = [axis for axis in range(len(eqn.shapes[2][0])) if axis not in dims.update_window_dims]
-    gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    window = [axis for axis in range(len(eqn.shape)) if axis not in gone]
+    removed = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    window = [axis for axis in range(len(eqn.shape)) if axis not in removed]
 
     def to(axis: int) -> int | None:
         """Return the operand's axis that an axis of the updates goes to, row by row."""
         if axis in dims.update_window_dims:
-            own = window[dims.update_window_dims.index(axis)]
-            return own if eqn.shapes[2][0][axis] == eqn.shape[own] else None
+            operand_axis = window[dims.update_window_dims.index(axis)]
+            return operand_axis if eqn.shapes[2][0][axis] == eqn.shape[operand_axis] else None
         at_axis = scattered.index(axis)
         if at_axis in dims.scatter_indices_batching_dims:
             return int(dims.operand_batching_dims[dims.scatter_indices_batching_dims.index(at_axis)])
-        own_columns = _own(at, eqn.shapes[1][0])
-        if own_columns is not None and own_columns[0] == at_axis:
-            over = [dims.scatter_dims_to_operand_dims[column] for column in own_columns[1]]
+        index_columns = _index_columns(at, eqn.shapes[1][0])
+        if index_columns is not None and index_columns[0] == at_axis:
+            over = [dims.scatter_dims_to_operand_dims[column] for column in index_columns[1]]
             return next((axis for axis in over if axis in by_rows(eqn.results[0])), None)
         return None
 
-    if not any(isinstance(each, Rows) for each in eqn.types):
+    if not any(isinstance(operand, Rows) for operand in eqn.types):
         wide = by_rows(eqn.shapes[2])
         if any(to(axis) is None for axis in wide):
             return unknown("numbers put down by a row's place")
@@ -216,7 +219,7 @@ def _scatter(eqn: Equation) -> RowType:
         return either((kind, Same()))
     target = to(source.axis)
     if isinstance(at, Rows) and scattered[at.axis] != source.axis:
-        return BESIDE_ROWS
+        return MISALIGNED
     if target is not None:
         return either((kind, replace(source, axis=target, columns=NO_AXES)))
     if not adds:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from axonn_jax.backend.dependence.elements import EACH
+from axonn_jax.backend.dependence.elements import ELEMENTWISE
 from axonn_jax.backend.dependence.equation import Equation, Shapes, by_rows
 from axonn_jax.backend.dependence.row_arithmetic import LINEAR, entries
 from axonn_jax.backend.dependence.row_cuts import CUTS
 from axonn_jax.backend.dependence.row_moves import MOVES
 from axonn_jax.backend.dependence.row_products import PRODUCTS
 from axonn_jax.backend.dependence.row_types import (
-    BESIDE_ROWS,
+    MISALIGNED,
     BY_COUNT,
-    EACH_ROUND,
+    LOOP_AXIS,
     NO_AXES,
     Number,
     Rows,
@@ -23,12 +23,12 @@ from axonn_jax.backend.dependence.row_types import (
     Told,
     aligned,
     coupled,
-    told,
+    first_fault,
     unknown,
 )
 
 ENTRIES = (
-    EACH
+    ELEMENTWISE
     | LINEAR
     | {"add_any", "bitcast_convert_type", "clamp", "clz", "complex", "eq_to", "igamma", "igammac", "le_to", "lt_to"}
     | {"polygamma", "population_count", "random_gamma_grad", "regularized_incomplete_beta", "zeta"}
@@ -66,13 +66,13 @@ def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
         return list(types)
     if eqn.name in ENTRIES:
         return [entries(eqn)] * count
-    if (first := told(types)) is not None:
+    if (first := first_fault(types)) is not None:
         return [first] * count
-    if any(isinstance(each, Running) for each in types):
+    if any(isinstance(operand, Running) for operand in types):
         return [coupled("a running sum over rows")] * count
-    each_round = [each for each in types if isinstance(each, Rows) and each.axis == EACH_ROUND]
-    if each_round:
-        return [of_round(types)] * count
+    loop_rows = [operand for operand in types if isinstance(operand, Rows) and operand.axis == LOOP_AXIS]
+    if loop_rows:
+        return [loop_row_type(types)] * count
     if eqn.name in SHARED:
         return [_shared(eqn, kind, shared_axis) for kind in types]
     if (rule := RULES.get(eqn.name)) is not None:
@@ -82,17 +82,17 @@ def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
         return _drawn(eqn)
     if eqn.name in LEADING:
         return [_leading(eqn, LEADING[eqn.name])] * count
-    return [_plain(eqn, shapes) for shapes in eqn.results]
+    return [_no_rule(eqn, shapes) for shapes in eqn.results]
 
 
-def of_round(types: Sequence[RowType]) -> RowType:
+def loop_row_type(types: Sequence[RowType]) -> RowType:
     """Return the type of any function of one row, inside a loop over them."""
-    if any(isinstance(each, Rows) and each.axis != EACH_ROUND for each in types):
-        return BESIDE_ROWS
-    if any(isinstance(each, Sum | Number) for each in types):
+    if any(isinstance(operand, Rows) and operand.axis != LOOP_AXIS for operand in types):
+        return MISALIGNED
+    if any(isinstance(operand, Sum | Number) for operand in types):
         return coupled("a number of all rows beside each")
-    rows = [each for each in types if isinstance(each, Rows)]
-    if any(each.degree or each.divisor is not None for each in rows) and len(types) > 1:
+    rows = [operand for operand in types if isinstance(operand, Rows)]
+    if any(operand.degree or operand.divisor is not None for operand in rows) and len(types) > 1:
         return unknown("a scaled number inside a loop over rows")
     return replace(aligned(rows), degree=rows[0].degree, divisor=rows[0].divisor)  # type: ignore[return-value,arg-type]
 
@@ -109,39 +109,39 @@ def _shared(eqn: Equation, kind: RowType, shared_axis: str) -> RowType:
 
 def _drawn(eqn: Equation) -> Sequence[RowType]:
     """Return the types of draws, of which as many as rows are each of a row."""
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return [coupled("a key by a number of all rows")] * len(eqn.results)
-    found = aligned(eqn.types)
-    if isinstance(found, Rows):
-        return [Rows(found.axis, found.outer, found.inner, found.group)] * len(eqn.results)
+    joint = aligned(eqn.types)
+    if isinstance(joint, Rows):
+        return [Rows(joint.axis, joint.outer, joint.inner, joint.group)] * len(eqn.results)
     seed = not by_rows(eqn.results[0]) and eqn.name in ("random_seed", "random_wrap", "random_unwrap")
-    if isinstance(found, Told) or seed:
-        return [found if isinstance(found, Told) else Same()] * len(eqn.results)
+    if isinstance(joint, Told) or seed:
+        return [joint if isinstance(joint, Told) else Same()] * len(eqn.results)
     # Keys that are counted by the row's place are draws too, of which a part has others of the same kind.
     return [Same(wide(shapes[0]) - by_rows(shapes), by_rows(shapes)) for shapes in eqn.results]
 
 
 def _leading(eqn: Equation, last: int) -> RowType:
     last = last or len(eqn.param.get("fft_lengths", ()))
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return coupled("a number of all rows") if any(isinstance(e, Rows) for e in eqn.types) else Number()
-    if any(each.degree for each in eqn.types if isinstance(each, Rows | Same)):
+    if any(operand.degree for operand in eqn.types if isinstance(operand, Rows | Same)):
         return BY_COUNT
     result = aligned(eqn.types)
     if isinstance(result, Rows):
-        return BESIDE_ROWS if result.axis >= len(eqn.shape) - last else replace(result, columns=NO_AXES)
-    return _plain(eqn, eqn.results[0]) if not by_rows(eqn.shapes[0]) else unknown("numbers by a row's place")
+        return MISALIGNED if result.axis >= len(eqn.shape) - last else replace(result, columns=NO_AXES)
+    return _no_rule(eqn, eqn.results[0]) if not by_rows(eqn.shapes[0]) else unknown("numbers by a row's place")
 
 
-def _plain(eqn: Equation, shapes: Shapes) -> RowType:
+def _no_rule(eqn: Equation, shapes: Shapes) -> RowType:
     """Return the type of a result of a primitive that has no rule: of numbers that have seen no row, such a one."""
-    if any(isinstance(each, Rows) for each in eqn.types):
+    if any(isinstance(operand, Rows) for operand in eqn.types):
         return unknown("no rule for it on rows")
-    if any(isinstance(each, Sum | Number) for each in eqn.types):
+    if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return Number() if not by_rows(shapes) else unknown("no rule for it on numbers of all rows")
-    if any(by_rows(each) for each in (*eqn.shapes, shapes)):
+    if any(by_rows(operand) for operand in (*eqn.shapes, shapes)):
         return unknown("no rule for it on as many entries as rows")
-    return BY_COUNT if any(getattr(each, "degree", 0) for each in eqn.types) else Same(wide(shapes[0]))
+    return BY_COUNT if any(getattr(operand, "degree", 0) for operand in eqn.types) else Same(wide(shapes[0]))
 
 
 def wide(shape: Sequence[int]) -> frozenset[int]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 Axes = frozenset[int]
 NO_AXES: Axes = frozenset()
 
-EACH_ROUND = -1
+LOOP_AXIS = -1
 """Axis of rows inside a loop over them, where a value is that of one row."""
 
 
@@ -128,15 +128,15 @@ def unknown(reason: str) -> Told:
     return Told("not understood", reason)
 
 
-BESIDE_ROWS = coupled("rows beside other rows")
+MISALIGNED = coupled("rows beside other rows")
 BY_PLACE = coupled("numbers by a row's place in the batch")
 BY_COUNT = coupled("a number by how many rows there are")
 OF_ALL = coupled("a number of all rows beside each")
 
 
-def told(types: Sequence[RowType]) -> Told | None:
+def first_fault(types: Sequence[RowType]) -> Told | None:
     """Return the first of the types that nothing holds of."""
-    return next((each for each in types if isinstance(each, Told)), None)
+    return next((kind for kind in types if isinstance(kind, Told)), None)
 
 
 def aligned(types: Sequence[RowType]) -> RowType:
@@ -145,35 +145,35 @@ def aligned(types: Sequence[RowType]) -> RowType:
     Of groups of other sizes the larger counts, as an entry of the smaller has seen one of its rows. The result has no
     degree and no divisor: those are the caller's.
     """
-    rows = [each for each in types if isinstance(each, Rows)]
-    same = [each for each in types if isinstance(each, Same)]
+    rows = [kind for kind in types if isinstance(kind, Rows)]
+    same = [kind for kind in types if isinstance(kind, Same)]
     if not rows:
-        return Same(NO_AXES.union(*(each.varies for each in same)), NO_AXES.union(*(each.drawn for each in same)))
-    group = lcm(*(each.group for each in rows))
-    layouts = {(each.axis, each.outer, each.inner * group // each.group) for each in rows}
+        return Same(NO_AXES.union(*(kind.varies for kind in same)), NO_AXES.union(*(kind.drawn for kind in same)))
+    group = lcm(*(kind.group for kind in rows))
+    layouts = {(kind.axis, kind.outer, kind.inner * group // kind.group) for kind in rows}
     if len(layouts) > 1:
-        return BESIDE_ROWS
+        return MISALIGNED
     axis, outer, inner = layouts.pop()
-    if any(axis in each.varies for each in same):
+    if any(axis in kind.varies for kind in same):
         return BY_PLACE
     return Rows(axis, outer, inner, group)
 
 
 def either(types: Sequence[RowType]) -> RowType:
     """Return the type of a value that is one or another of these, by a choice that no row makes."""
-    if (first := told(types)) is not None:
+    if (first := first_fault(types)) is not None:
         return first
-    live = [each for each in types if not (isinstance(each, Same) and each.value == 0)] or list(types)
-    scales = {(each.degree, getattr(each, "divisor", None)) for each in live if isinstance(each, Same | Rows | Sum)}
-    if any(isinstance(each, Running) for each in live):
-        return live[0] if all(each == live[0] for each in types) else coupled("a running sum over rows")
-    if any(isinstance(each, Number) for each in live):
-        return OF_ALL if any(isinstance(each, Rows) for each in live) else Number()
-    if any(isinstance(each, Sum) for each in live):
-        if any(isinstance(each, Rows) for each in live):
+    live = [kind for kind in types if not (isinstance(kind, Same) and kind.value == 0)] or list(types)
+    scales = {(kind.degree, getattr(kind, "divisor", None)) for kind in live if isinstance(kind, Same | Rows | Sum)}
+    if any(isinstance(kind, Running) for kind in live):
+        return live[0] if all(kind == live[0] for kind in types) else coupled("a running sum over rows")
+    if any(isinstance(kind, Number) for kind in live):
+        return OF_ALL if any(isinstance(kind, Rows) for kind in live) else Number()
+    if any(isinstance(kind, Sum) for kind in live):
+        if any(isinstance(kind, Rows) for kind in live):
             return OF_ALL
-        sums = {(each.degree, each.divisor) for each in live if isinstance(each, Sum)}
-        plain = {each.degree for each in live if isinstance(each, Same)}
+        sums = {(kind.degree, kind.divisor) for kind in live if isinstance(kind, Sum)}
+        plain = {kind.degree for kind in live if isinstance(kind, Same)}
         if len(sums) > 1 or not plain <= {degree for degree, _ in sums}:
             return coupled("a mean beside another mean or a sum")
         return summed(live)
@@ -192,5 +192,5 @@ def scaled(kind: RowType, degree: float, divisor: Divisor | None) -> RowType:
 
 def summed(types: Sequence[RowType]) -> Sum:
     """Return the type of a linear function of these, of which the sums have one degree and divisor."""
-    sums = [each for each in types if isinstance(each, Sum)]
-    return Sum(sums[0].degree, sums[0].divisor, counts=all(each.counts for each in sums))
+    sums = [kind for kind in types if isinstance(kind, Sum)]
+    return Sum(sums[0].degree, sums[0].divisor, counts=all(kind.counts for kind in sums))

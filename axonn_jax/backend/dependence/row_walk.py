@@ -14,7 +14,7 @@ from axonn_jax.backend.dependence.row_derivatives import derivative_fault
 from axonn_jax.backend.dependence.row_loops import CALLED, Loops, Value, Values
 from axonn_jax.backend.dependence.row_rules import DRAWS, SHARED, types_of, wide
 from axonn_jax.backend.dependence.row_types import (
-    BESIDE_ROWS,
+    MISALIGNED,
     BY_COUNT,
     BY_PLACE,
     Number,
@@ -46,27 +46,29 @@ class Walk(Loops):
         """Return the name of a value by what it is computed from: equal ones have equal values."""
         return self._names.setdefault(parts, len(self._names))
 
-    def run(self, whole: ClosedJaxpr, part: ClosedJaxpr, values: Sequence[Value]) -> Values:
+    def run(self, full: ClosedJaxpr, part: ClosedJaxpr, values: Sequence[Value]) -> Values:
         """Return the values that two programs return, of the values that they are given."""
-        return self.body(whole.jaxpr, part.jaxpr, values, (whole.consts, part.consts))
+        return self.body(full.jaxpr, part.jaxpr, values, (full.consts, part.consts))
 
     def body(  # noqa: D102
-        self, whole: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())
+        self, full: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())
     ) -> Values:
-        alike = [each.primitive.name for each in whole.eqns] == [each.primitive.name for each in part.eqns]
-        if not alike or len(whole.outvars) != len(part.outvars):
-            return [Value(unknown("another program for the rows of a part"), None)] * len(whole.outvars)
-        known = dict(zip(whole.invars, values, strict=True))
-        for at, pair in enumerate(zip(whole.constvars, part.constvars, strict=True)):
-            known[pair[0]] = self._constant(*(each[at] for each in consts)) if consts[0] else self._opaque(pair)
+        alike = [jaxpr_eqn.primitive.name for jaxpr_eqn in full.eqns] == [
+            jaxpr_eqn.primitive.name for jaxpr_eqn in part.eqns
+        ]
+        if not alike or len(full.outvars) != len(part.outvars):
+            return [Value(unknown("another program for the rows of a part"), None)] * len(full.outvars)
+        env = dict(zip(full.invars, values, strict=True))
+        for at, pair in enumerate(zip(full.constvars, part.constvars, strict=True)):
+            env[pair[0]] = self._constant(*(jaxpr_eqn[at] for jaxpr_eqn in consts)) if consts[0] else self._opaque(pair)
 
-        def of(var: Any, other: Any) -> Value:
-            return self._literal(var, other) if hasattr(var, "val") else known[var]
+        def read(var: Any, other_eqn: Any) -> Value:
+            return self._literal(var, other_eqn) if hasattr(var, "val") else env[var]
 
-        for eqn, other in zip(whole.eqns, part.eqns, strict=True):
-            given = [of(*pair) for pair in zip(eqn.invars, other.invars, strict=True)]
-            known.update(zip(eqn.outvars, self._results(eqn, other, given), strict=True))
-        return [of(*pair) for pair in zip(whole.outvars, part.outvars, strict=True)]
+        for eqn, other_eqn in zip(full.eqns, part.eqns, strict=True):
+            operands = [read(*pair) for pair in zip(eqn.invars, other_eqn.invars, strict=True)]
+            env.update(zip(eqn.outvars, self._results(eqn, other_eqn, operands), strict=True))
+        return [read(*pair) for pair in zip(full.outvars, part.outvars, strict=True)]
 
     def _opaque(self, pair: tuple[Any, Any]) -> Value:
         shapes = (pair[0].aval.shape, pair[1].aval.shape)
@@ -107,26 +109,29 @@ class Walk(Loops):
                 return Value(Same(degree=degree), key)
         return Value(BY_COUNT, key)
 
-    def _results(self, eqn: Any, other: Any, given: Values) -> Values:
+    def _results(self, eqn: Any, other: Any, operands: Values) -> Values:
         name, inner = eqn.primitive.name, list(bodies(eqn))
         results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
-        of_model = any(each.of_model for each in given) or name in DRAWS
+        of_model = any(operand.of_model for operand in operands) or name in DRAWS
         if name in CALLED and inner:
-            out = self._called(name, eqn, other, given)
+            out = self._called(name, eqn, other, operands)
         else:
-            words = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _UNSAID)
-            keys = [each.key for each in given]
-            whole = self.name(name, *map(str, words), *keys)
-            keyed = [keys[0] if name in _KEEP and _widens(eqn) else self.name(whole, at) for at in range(len(results))]
+            words = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED_PARAMS)
+            keys = [operand.key for operand in operands]
+            equation_key = self.name(name, *map(str, words), *keys)
+            keyed = [
+                keys[0] if name in _IDENTITIES and _lossless(eqn) else self.name(equation_key, at)
+                for at in range(len(results))
+            ]
             typed = Equation(
                 name,
                 (eqn.params, other.params),
-                [each.type for each in given],
+                [operand.type for operand in operands],
                 [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, other.invars, strict=True)],
                 results,
                 [*(var.aval.dtype for var in eqn.invars), *(var.aval.dtype for var in eqn.outvars[:1])],
                 keys,
-                [each.of_model for each in given],
+                [operand.of_model for operand in operands],
                 keyed[0] if keyed else None,
                 self.rows,
             )
@@ -135,43 +140,43 @@ class Walk(Loops):
             except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
                 # A later jax may give a primitive other parameters: it is told, as one that has no rule.
                 types = [unknown("its rule does not hold in this version of jax")] * len(results)
-            summed = any(isinstance(each.type, Sum) for each in given)
+            summed = any(isinstance(operand.type, Sum) for operand in operands)
             self.statistics |= name in SHARED and summed and isinstance(types[0], Same)
             out = [Value(kind, key, of_model) for kind, key in zip(types, keyed, strict=True)]
         checked = []
-        origin = next((each.origin for each in given if each.origin), "")
+        origin = next((operand.origin for operand in operands if operand.origin), "")
         for value, shapes in zip(out, results, strict=True):
             kind = value.type
             if isinstance(kind, Rows) and by_rows(shapes) - {kind.axis}:
-                kind = BESIDE_ROWS
+                kind = MISALIGNED
             if isinstance(kind, Sum) and by_rows(shapes) and not kind.scalar:
                 kind = Number()  # a sum over these entries is no sum over rows
             if isinstance(kind, Told) and not kind.where:  # of an equation inside of a library's function the call's
                 kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
             if isinstance(kind, Number) or getattr(kind, "divisor", None) is not None:
-                origin = value.origin or origin or _said_of(name, eqn)
+                origin = value.origin or origin or _origin_of(name, eqn)
                 value = replace(value, origin=origin)
             checked.append(replace(value, type=kind))
         return checked
 
-    def _called(self, name: str, eqn: Any, other: Any, given: Values) -> Values:
+    def _called(self, name: str, eqn: Any, other: Any, operands: Values) -> Values:
         pairs = list(zip(_closed(eqn), _closed(other), strict=False))
         if len(_closed(eqn)) != len(_closed(other)):
             return [Value(unknown("another program for the rows of a part"), None)] * len(eqn.outvars)
         if name == "scan":
-            return self.scan(eqn, other, given, pairs[0])
+            return self.scan(eqn, other, operands, pairs[0])
         if name == "while":
-            return self.while_loop(eqn, given, pairs)
+            return self.while_loop(eqn, operands, pairs)
         if name == "cond":
-            return self.cond(eqn, given, pairs)
-        whole, part = pairs[0]
-        out = self.body(whole.jaxpr, part.jaxpr, given, (whole.consts, part.consts))
+            return self.cond(eqn, operands, pairs)
+        full, part = pairs[0]
+        out = self.body(full.jaxpr, part.jaxpr, operands, (full.consts, part.consts))
         if name in ("custom_jvp_call", "custom_vjp_call") and self._derivatives:
             self._derivatives = False  # of a derivative's own program none is asked for
-            fault = derivative_fault(eqn, other, given, out, self.run, self.name)
+            fault = derivative_fault(eqn, other, operands, out, self.run, self.name)
             self._derivatives = True
             if fault is not None:
-                return [Value(fault, each.key, each.of_model) for each in out]
+                return [Value(fault, value.key, value.of_model) for value in out]
         return out
 
 
@@ -181,23 +186,23 @@ def _closed(eqn: Any) -> list[ClosedJaxpr]:
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     if eqn.primitive.name == "cond":
         return list(eqn.params["branches"])
-    name = next(each for each in ("jaxpr", "call_jaxpr", "fun_jaxpr") if each in eqn.params)
+    name = next(param for param in ("jaxpr", "call_jaxpr", "fun_jaxpr") if param in eqn.params)
     inner = eqn.params[name]
     return [inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())]
 
 
-def _said_of(name: str, eqn: Any) -> str:
+def _origin_of(name: str, eqn: Any) -> str:
     line = users_line(eqn)
     return f"{name}, {line}" if line else ""
 
 
-def _widens(eqn: Any) -> bool:
+def _lossless(eqn: Any) -> bool:
     """True for a conversion that keeps every number: of a mask, or from one kind of real numbers to another."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return not jnp.issubdtype(old, jnp.inexact) or jnp.issubdtype(new, jnp.inexact)
 
 
-_UNSAID = frozenset({"sharding", "out_sharding"})
+_IGNORED_PARAMS = frozenset({"sharding", "out_sharding"})
 """Parameters that change no value."""
-_KEEP = frozenset({"convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision"})
+_IDENTITIES = frozenset({"convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision"})
 """Primitives whose result has the name of what they are given."""

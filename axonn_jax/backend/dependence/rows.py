@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def rows_verdict(
-    whole: ClosedJaxpr,
+    full: ClosedJaxpr,
     part: ClosedJaxpr,
     of_rows: Sequence[bool],
     of_batch: Sequence[bool],
@@ -55,30 +55,32 @@ def rows_verdict(
     """
     walk = Walk(rows, shared_axis)
     values = []
-    for at, var in enumerate(whole.jaxpr.invars):
+    for at, var in enumerate(full.jaxpr.invars):
         kind = Rows(0) if of_rows[at] else Same(wide(var.aval.shape))
         values.append(Value(kind, walk.name("input", at), not of_batch[at]))
     # What no result depends on may be an attempt at tracing that failed, which the other program does not have.
-    whole, part = (compat.part_of(each, [True] * len(roles), all_inputs=True) for each in (whole, part))
-    results = list(zip(roles, walk.run(whole, part, values), strict=True))
-    given = {value.key for value in values}
+    full, part = (compat.part_of(program, [True] * len(roles), all_inputs=True) for program in (full, part))
+    results = list(zip(roles, walk.run(full, part, values), strict=True))
+    input_keys = {value.key for value in values}
     weights = [value.type for role, value in results if role == "weight"]
     if weights and not (isinstance(weights[0], Same) or (isinstance(weights[0], Sum) and weights[0].divisor is None)):
-        why = _said(weights[0]) if isinstance(weights[0], Told) else "no sum over rows"
+        why = _describe(weights[0]) if isinstance(weights[0], Told) else "no sum over rows"
         return Verdict("not understood", f"weight=, {why}")
-    counted = weights[0].base if weights and isinstance(weights[0], Sum) else None
-    found = [_fault(role, value, counted) for role, value in results]
-    faults = sorted((fault for fault in found if fault is not None), key=lambda fault: _ORDER.index(fault.kind))
+    weight_base = weights[0].base if weights and isinstance(weights[0], Sum) else None
+    verdicts = [_fault(role, value, weight_base) for role, value in results]
+    faults = sorted((fault for fault in verdicts if fault is not None), key=lambda fault: _ORDER.index(fault.kind))
     if faults:
-        return _of_weights(faults[0], [value for role, value in results if role == "mean"], weighted=bool(weights))
+        return _explain_weighted(
+            faults[0], [value for role, value in results if role == "mean"], weighted=bool(weights)
+        )
     if walk.statistics and in_turn:
         return Verdict("coupled", "BatchNorm takes statistics of each microbatch", in_turn=True)
-    if in_turn and any(role == "state" and value.key not in given for role, value in results):
+    if in_turn and any(role == "state" and value.key not in input_keys for role, value in results):
         return Verdict("coupled", "the loss changes state, once in each microbatch", in_turn=True)
     return Verdict("proven")
 
 
-def _of_weights(fault: Verdict, means: Sequence[Value], *, weighted: bool) -> Verdict:
+def _explain_weighted(fault: Verdict, means: Sequence[Value], *, weighted: bool) -> Verdict:
     """Return a fault that is a mean over a count, where `weight=` mends it; else as what it is."""
     if fault.kind != "weighted":
         return fault
@@ -99,11 +101,11 @@ _ORDER: tuple[Kind, ...] = ("coupled", "not understood", "weighted", "proven")
 """Kinds of verdicts, in the order in which one of them decides."""
 
 
-def _fault(role: Role, value: Value, counted: Any) -> Verdict | None:
+def _fault(role: Role, value: Value, weight_base: Any) -> Verdict | None:
     """Return why a result of parts is not that of all rows; None where it is."""
     kind = value.type
     if isinstance(kind, Told):
-        return Verdict(kind.verdict, _said(kind))
+        return Verdict(kind.verdict, _describe(kind))
     if role == "weight":
         return None
     if role == "state":
@@ -112,23 +114,23 @@ def _fault(role: Role, value: Value, counted: Any) -> Verdict | None:
     if isinstance(kind, Same):
         return Verdict("coupled", "a number by how many rows there are") if kind.degree != (role == "total") else None
     if not isinstance(kind, Sum):
-        return Verdict("coupled", f"a result that is no sum over rows{_from(value)}")
+        return Verdict("coupled", f"a result that is no sum over rows{_origin(value)}")
     if role == "total":
         return Verdict("coupled", "a total that is no sum over rows") if kind.divisor or kind.degree != 1 else None
     if kind.degree:
         return Verdict("coupled", "a sum over rows where parts are averaged")
     base = kind.divisor.base if kind.divisor else None
-    if base == counted:
+    if base == weight_base:
         return None
     if kind.divisor is None:
         return Verdict("coupled", _SECOND)
-    return Verdict("weighted", f"a mean over what a mask counts{_from(value)}")
+    return Verdict("weighted", f"a mean over what a mask counts{_origin(value)}")
 
 
-def _from(value: Value) -> str:
+def _origin(value: Value) -> str:
     return f" ({value.origin})" if value.origin else ""
 
 
-def _said(kind: Told) -> str:
-    where = ", ".join(each for each in (kind.primitive, kind.where) if each)
+def _describe(kind: Told) -> str:
+    where = ", ".join(part for part in (kind.primitive, kind.where) if part)
     return f"{kind.reason} ({where})" if where else kind.reason
