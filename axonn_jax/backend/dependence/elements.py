@@ -1,7 +1,7 @@
-"""Dependence, read off a traced program: what some of its results compute, and whether elements go by themselves.
+"""Dependence analysis of a traced program: what some of its results compute, and whether it acts element by element.
 
-A trial with numbers sees one input and the steps that it takes. The program has every branch, every state and every
-step: what it does not read, no number can bring in.
+Trying a function on numbers covers one input and the branches it takes. The traced program contains every branch and
+every state, so a value that it does not read cannot influence a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from axonn_jax import compat
 from axonn_jax.backend.jaxprs import bodies, follow, same_body
 
 _UNIFORM, _ALIGNED, _MIXED = range(3)
-"""Kinds of values: the same whatever part of the parameter is given; an entry for each of its elements, which has seen
-that element alone; and all others."""
+"""Kinds of values, ordered so that the kind of a combination is the maximum: independent of the elements; one entry per
+element of the parameter, computed from that element alone; and everything else."""
 
 ELEMENTWISE = frozenset(
     {"abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp"}
@@ -26,14 +26,14 @@ ELEMENTWISE = frozenset(
     | {"round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin"}
     | {"sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
 )
-"""Primitives of which each element of the result comes from the same element of the operands."""
+"""Primitives whose every result element depends only on the operands' elements at the same position."""
 _FORMS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
-"""Primitives that show their operand in another shape."""
+"""Primitives that only reshape their operand."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Text and constants of a traced program, whose variables are named in their order: equal programs, equal texts."""
+    """Text and constants of a traced program; jax names variables in order, so equal programs print equal texts."""
 
     text: str
     constants: tuple[Any, ...]
@@ -48,9 +48,17 @@ class Computation:
 
 
 def computation(function: Callable[..., Any], *arguments: Any, of: Callable[[Any], bool]) -> Computation:
-    """Return what a function computes of those results whose path `of` accepts; everything else is left out.
+    """Trace a function and keep only the computation of the results that `of` selects.
 
-    Two functions that compute alike have equal computations. Equal ones compute the same for every input.
+    Equal computations give equal results for every input.
+
+    Args:
+        function: The function to trace.
+        arguments: Its arguments, of which only shapes and dtypes matter.
+        of: Predicate on the pytree path of a result.
+
+    Returns:
+        The pruned program, comparable with `==`.
     """
     closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]
@@ -59,13 +67,22 @@ def computation(function: Callable[..., Any], *arguments: Any, of: Callable[[Any
 
 
 def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, ...]) -> bool:
-    """Return True if a function's results of a shape have an entry for each element, which has seen that one alone.
+    """Return whether a function acts element by element, so that it may run on any slice of its elements.
 
-    All other results must be the same for whatever part of the elements is given. Arguments of the shape have an entry
-    for each element; arguments of one number are the same for all. What is drawn or counted by position is of no
-    element, as a part has other positions.
+    Results of the shape must depend, at every entry, on that entry of the arguments alone; all other results must not
+    depend on the elements at all. Values that are drawn or counted by position do not qualify, because positions differ
+    in a slice.
+
+    Args:
+        function: The function to trace.
+        arguments: Its arguments: arrays of the shape, with one entry per element, or of a single number.
+        shape: Shape of the elements.
+
+    Returns:
+        True if that can be read off the program; False if it is not the case or not known.
     """
     closed = jax.make_jaxpr(function)(*arguments)
+    # A captured array has entries by position, which a slice would not get.
     if any(np.size(value) > 1 for value in closed.consts):
         return False
 
@@ -81,7 +98,7 @@ def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, 
 
 
 def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -> Sequence[int]:
-    """Return the kinds of an equation's results; a primitive that is not known mixes the elements that it is given."""
+    """Return the kinds of an equation's results; an unknown primitive is assumed to mix elements."""
     name, worst = eqn.primitive.name, max(kinds, default=_UNIFORM)
     if name == "cond":
         branches = [follow(body, kinds[1:], _UNIFORM, through) for body in bodies(eqn)]
@@ -96,5 +113,6 @@ def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -
             worst == _UNIFORM and (operand.size == 1 or result.shape != shape)
         )
         return [worst if keeps_places else _MIXED]
-    # Of the parameter's shape nothing but a repeated number is the same for every part: positions and draws are not.
+    # A result of the parameter's shape that reads no element, such as an iota or a draw, still differs between slices;
+    # only a broadcast number, handled above, does not.
     return [_MIXED if worst or (var.aval.shape == shape and shape) else _UNIFORM for var in eqn.outvars]

@@ -1,4 +1,4 @@
-"""Types of what is computed entry by entry: where a mean stays a mean, and where a number of all rows comes in."""
+"""Typing rules of elementwise primitives: which ones keep a mean a mean, and where a number of all rows enters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,18 +20,19 @@ from axonn_jax.backend.dependence.row_types import (
     aligned,
     coupled,
     either,
-    scaled,
     first_fault,
+    scaled,
 )
 
 LINEAR = frozenset({"conj", "copy", "copy_p", "imag", "neg", "real", "stop_gradient"})
-"""Functions of one value of which the sum over rows is that of the sum."""
+"""Functions of one value that commute with a sum over rows."""
 _SMALL = 1e-5
-"""Bound of an epsilon, which keeps a divisor from being 0 and changes nothing else."""
+"""Largest number that counts as an epsilon, added only to keep a divisor away from 0."""
 
 
 def entries(eqn: Equation) -> RowType:
-    """Return the type of a result of which each entry comes from the same entry of the operands."""
+    """Return the type of an elementwise equation's result."""
+    # Selections and comparisons with 0 come before the check for faults: a known predicate drops the faulty branch.
     if eqn.name == "select_n":
         return _select(eqn)
     if eqn.name in ("lt", "ge") and (decided := _compare_index(eqn)) is not None:
@@ -50,8 +51,9 @@ def entries(eqn: Equation) -> RowType:
 
 
 def _linear(eqn: Equation) -> RowType:
-    """Return the type of a linear function of one value: as an index a place is one as long as it is that number."""
+    """Return the type of a linear function of one value; a row's index survives only if its value is unchanged."""
     kind, integers = eqn.types[0], jnp.issubdtype(eqn.dtypes[-1], jnp.integer)
+    # Integers of less than four bytes may wrap around, after which an index no longer points at its own row.
     exact = eqn.name in ("copy", "copy_p", "stop_gradient") or (
         eqn.name == "convert_element_type" and integers and jnp.dtype(eqn.dtypes[-1]).itemsize >= 4
     )
@@ -66,12 +68,12 @@ def _linear(eqn: Equation) -> RowType:
 
 
 def _keeps_sums(eqn: Equation) -> bool:
-    """True for a conversion that rounds nothing to integers."""
+    """Return whether a conversion is linear up to rounding; one from floats to integers is not."""
     return bool(jnp.issubdtype(eqn.dtypes[-1], jnp.inexact) or not jnp.issubdtype(eqn.dtypes[0], jnp.inexact))
 
 
 def _compare_index(eqn: Equation) -> RowType | None:
-    """Return the type of whether a row's place, which is no negative number, is one: jax's indices ask for it."""
+    """Return the type of a comparison of a row's index with 0, if it is one; jnp's indexing tests for negatives."""
     first, second = eqn.types
     if isinstance(first, Same) and first.place is not None and isinstance(second, Same) and second.value == 0:
         return Same(value=float(eqn.name == "ge"))
@@ -79,7 +81,7 @@ def _compare_index(eqn: Equation) -> RowType | None:
 
 
 def _running(eqn: Equation) -> RowType:
-    """Return the type of a running total with a row's value added; any other use has seen the rows before."""
+    """Return the type of a running total plus a row's value; any other use depends on the preceding rows."""
     totals = [operand for operand in eqn.types if isinstance(operand, Running)]
     addends = [operand for operand in eqn.types if not isinstance(operand, Running)]
     accumulates = eqn.name in ("add", "add_any", "convert_element_type", "copy", "stop_gradient")
@@ -91,7 +93,7 @@ def _running(eqn: Equation) -> RowType:
 
 
 def _add(eqn: Equation) -> RowType:
-    """Return the type of a sum, a difference or a choice; a divisor stays one where a little is added to it."""
+    """Return the type of a sum or a difference; a count plus an epsilon is still that count."""
     first, second = eqn.types
     for count, other, at in ((first, second, 0), (second, first, 1)):
         if isinstance(count, Sum) and isinstance(other, Same) and other.value is not None:
@@ -107,19 +109,20 @@ def _add(eqn: Equation) -> RowType:
 
 
 def _max(eqn: Equation) -> RowType:
-    """Return the type of a maximum: of a count and a floor that only an empty mask reaches, that of the count."""
+    """Return the type of a maximum; a count with a floor that only an empty mask reaches is still that count."""
     if not any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return _rowwise(eqn)
     for at, (count, floor) in enumerate((eqn.types, eqn.types[::-1])):
         if isinstance(count, Sum) and isinstance(floor, Same) and floor.value is not None:
-            limit = 1 if eqn.keys[at] == count.base else _SMALL  # a mean, or a count that is scaled, is below 1
+            # A floor of 1 is harmless for an unscaled count of items, but a mean or a scaled count may lie below 1.
+            limit = 1 if eqn.keys[at] == count.base else _SMALL
             if count.scalar and count.divisor is None and floor.value <= limit:
                 return Number(1, count.base, count.degree, count.counts)
     return _number(eqn)
 
 
 def _rowwise(eqn: Equation) -> RowType:
-    """Return the type of values that have no degree and no divisor."""
+    """Return the type of a nonlinear function, which is only known for operands without degree or divisor."""
     if any(operand.degree for operand in eqn.types if isinstance(operand, Same | Rows)):
         return BY_COUNT
     if any(operand.divisor is not None for operand in eqn.types if isinstance(operand, Rows)):
@@ -128,6 +131,7 @@ def _rowwise(eqn: Equation) -> RowType:
 
 
 def _mul(eqn: Equation) -> RowType:
+    # A mean is as often written as a sum times the reciprocal of a count as it is a quotient.
     for count, other in (eqn.types, eqn.types[::-1]):
         if isinstance(count, Number) and count.power == -1:
             return _times_inverse(other, count, eqn)
@@ -148,7 +152,7 @@ def _div(eqn: Equation) -> RowType:
 
 
 def _times_inverse(value: RowType, inverse: Number, eqn: Equation) -> RowType:
-    """Return the type of a value times the inverse of a count."""
+    """Return the type of a value times the reciprocal of a count."""
     if isinstance(value, Same):
         if value.varies or value.drawn:
             return OF_ALL if by_rows(eqn.results[0]) else Number()
@@ -159,7 +163,10 @@ def _times_inverse(value: RowType, inverse: Number, eqn: Equation) -> RowType:
 
 
 def product(eqn: Equation, sign: int = 1) -> RowType:
-    """Return the type of a product, or with sign -1 a quotient, of a sum with numbers of no row, or of rows."""
+    """Return the type of a product, or of a quotient if `sign` is -1.
+
+    The product of two values that each carry a divisor is rejected, since it is no longer linear in either mean.
+    """
     first, second = eqn.types
     sums = [operand for operand in eqn.types if isinstance(operand, Sum)]
     if any(isinstance(operand, Number) for operand in eqn.types) or len(sums) > 1:
@@ -196,7 +203,7 @@ def _power(eqn: Equation) -> RowType:
 
 
 def _number(eqn: Equation) -> RowType:
-    """Return the type of any other use of sums: a number that is known, where one count alone is in it, as that."""
+    """Return the type of any other use of sums, recording which sum it depends on if there is only one."""
     if any(isinstance(operand, Rows) for operand in eqn.types):
         return OF_ALL
     bases = {(operand.base, operand.counts) for operand in eqn.types if isinstance(operand, Sum | Number)}
@@ -205,19 +212,19 @@ def _number(eqn: Equation) -> RowType:
 
 
 def _tests_empty(eqn: Equation) -> bool:
-    """True for a comparison of a count with 0, or of whole numbers with 1, and for what keeps its answer."""
+    """Return whether a value tests a count for 0, directly, as an integer below 1, or by passing such a test on."""
     count, *thresholds = eqn.types
     if isinstance(count, Number) and count.empty:
         return eqn.name in ("convert_element_type", "copy", "not", "stop_gradient")
     value = getattr(thresholds[0], "value", None) if thresholds else None
     if not isinstance(count, Sum) or not count.scalar or count.divisor is not None:
         return False
-    integral = eqn.keys[0] == count.base  # not a mean, which is below 1 as a count is not
+    integral = eqn.keys[0] == count.base  # unscaled, unlike a mean, which may lie below 1 without being 0
     return value in _EMPTY.get(eqn.name, ()) and (value == 0 or integral)
 
 
 def _select(eqn: Equation) -> RowType:
-    """Return the type of entries chosen by a predicate, which where it is known chooses one operand."""
+    """Return the type of entries selected by a predicate; a constant predicate selects one operand statically."""
     predicate, *branches = eqn.types
     if isinstance(predicate, Same) and predicate.value is not None:
         return branches[int(predicate.value)]
@@ -241,7 +248,11 @@ def _select(eqn: Equation) -> RowType:
 
 
 def _select_by_count(predicate: RowType, branches: Sequence[RowType]) -> RowType:
-    """Return the type of a choice by a number of all rows: a mean stays one, where it is 0 if nothing counts."""
+    """Return the type of a selection by a number of all rows.
+
+    It stays a mean in the idioms that guard against an empty mask: 0 in place of a mean over nothing, or 1 in place of
+    a count of 0.
+    """
     base = predicate.base if isinstance(predicate, Number) and predicate.empty else None
     live = [operand for operand in branches if not (isinstance(operand, Same) and operand.value == 0)]
 
@@ -278,7 +289,7 @@ _SCALED: dict[str, Callable[[Equation], RowType]] = {
     "mul": _mul,
     "sub": _add,
 }
-"""Rules of functions that know what a sum over rows is."""
+"""Rules of primitives that treat sums over rows specially."""
 
 _EMPTY = {"eq": (0,), "ne": (0,), "gt": (0,), "le": (0,), "ge": (1,), "lt": (1,)}
-"""Numbers beside which a comparison of a count says whether it is 0."""
+"""For each comparison, the numbers for which comparing a count with them tells whether it is 0."""

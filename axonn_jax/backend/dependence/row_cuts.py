@@ -1,4 +1,4 @@
-"""Types of values that are joined, cut and padded: rows behind other rows, or some of them."""
+"""Typing rules of primitives that concatenate, slice and pad."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +27,8 @@ def _concatenate(eqn: Equation) -> RowType:
         return _concatenate_rows(eqn, rows, dim)
     if dim != len(eqn.result) - 1:
         return _concatenated(eqn, either(kinds), dim)
-    # Columns of indices, of which those that are a row's own index are known: jax looks entries up by such arrays.
+    # jnp's indexing builds the indices of a gather by concatenating columns. Remember which columns are the row's
+    # index, so that x[arange(rows), labels] is recognized as reading each row's own entry.
     places, columns, parts, offset = set[int](), set[int](), list[RowType](), 0
     for kind, (shape, _) in zip(kinds, eqn.shapes, strict=True):
         if isinstance(kind, Same) and kind.place not in (None, dim) and (shape[dim] == 1 or kind.columns):
@@ -55,7 +56,7 @@ def _concatenated(eqn: Equation, result: RowType, dim: int) -> RowType:
 
 
 def _concatenate_rows(eqn: Equation, rows: Sequence[Rows], dim: int) -> RowType:
-    """Return the type of rows behind other rows, each as often as the batch has it."""
+    """Return the type of arrays concatenated along the axis of rows, each holding all rows a number of times."""
     first = rows[0]
     if any(replace(operand, outer=first.outer, columns=first.columns) != first for operand in rows):
         return unknown("rows of other layouts behind each other")
@@ -87,7 +88,7 @@ def _slice(eqn: Equation) -> RowType:
         unit = rows // kind.group * kind.inner
         if stride == 1:
             cuts.append((1, *divmod(start, unit), *divmod(stop, unit)))
-        else:  # one of every few neighbours
+        else:  # a strided slice takes one row of every group of `stride`, if it covers all groups
             strided = start < stride and kind.inner == kind.outer == 1 and unit % stride == 0 and stop > unit - stride
             cuts.append((stride if strided else 0, start, 0, stride, 0))
     stride, first, over, last, past = cuts[0]
@@ -101,6 +102,7 @@ def _slice(eqn: Equation) -> RowType:
 def _split(eqn: Equation) -> Sequence[RowType]:
     kind, axis = eqn.types[0], eqn.param["axis"]
     if not isinstance(kind, Rows) or kind.axis != axis:
+        # A part of an index array no longer starts at 0, so its entries are not their own index.
         plain = moved(kind, lambda at: at)
         return [replace(plain, place=None) if isinstance(plain, Same) else plain] * len(eqn.results)
     parts = []
@@ -117,6 +119,7 @@ def _pad(eqn: Equation) -> RowType:
         outers = set()
         for params, rows in zip(eqn.params, eqn.rows, strict=True):
             low, high, inside = params["padding_config"][kind.axis]
+            # Padding at both ends makes `low * high` differ between the programs, so it is only allowed at one end.
             outers.add((inside, *divmod(low + high, rows // kind.group * kind.inner), low * high))
         inside, more, over, _ = outers.pop()
         if outers or inside or over:
@@ -193,4 +196,4 @@ CUTS: dict[str, Callable[[Equation], RowType | Sequence[RowType]]] = {
     "tile": _tile,
     "unstack": _unstack,
 }
-"""Rule of each primitive."""
+"""Rules by primitive."""

@@ -1,4 +1,4 @@
-"""Derivatives that are written by hand, which no function of the rows implies: read as programs of their own."""
+"""Check of custom derivative rules, which may couple rows even if the function itself does not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,22 +23,30 @@ from axonn_jax.backend.dependence.row_types import (
 )
 
 _COTANGENT = Divisor("cotangent", counts=False)
-"""Divisor of every cotangent, by which it is linear in the share of its part in the mean."""
+"""Symbolic divisor of every cotangent: a gradient must be linear in it, like the part's share of the mean."""
 
 
 def derivative_fault(
     eqn: Any, other: Any, operands: Values, results: Values, run: Callable[..., Values], name: Callable[..., int]
 ) -> Told | None:
-    """Return what couples rows in a derivative that is written by hand, which no function of the rows implies.
+    """Return the fault of a custom derivative rule that couples rows, or None.
 
-    The cotangents are those of a mean: of a part they are as many times larger as there are parts, so that what
-    uses them in another way than linearly is another number.
+    Cotangents are those of a mean: in a part they are larger by the number of parts, so a rule that is not linear in
+    them, for example because it clips them, computes different gradients.
+
+    Args:
+        eqn: The call in the program of all rows.
+        other: The call in the program of a part.
+        operands: Values of the call's operands.
+        results: Values of its results.
+        run: Function that types a pair of programs (`Walk.run`).
+        name: Function that numbers values (`Walk.name`).
     """
     if not any(isinstance(operand.type, Rows | Sum) for operand in (*operands, *results)):
         return None
     try:
         (full, inputs, floats), (part, _, _) = _trace_vjp(eqn), _trace_vjp(other)
-    except Exception:  # of a rule of a stranger, which the loss's own gradient meets too
+    except Exception:  # user code may raise anything, and will raise it again when the loss is differentiated
         return unknown("a derivative of its own that is not traced")
     value_of = dict(zip((id(var) for var in eqn.invars), operands, strict=True))
     values = [value_of[id(var)] for var in inputs]
@@ -63,11 +71,13 @@ def derivative_fault(
 
 
 def _trace_vjp(eqn: Any) -> tuple[ClosedJaxpr, list[Any], list[int]]:
-    """Return the traced program of an equation's cotangents, its inputs, and the places of those that have one.
+    """Trace the vjp of a call as a program of its inputs and the cotangents of its floating-point results.
 
-    The program is of the inputs and of the results' cotangents.
+    Returns:
+        The program, its input variables, and the positions of the floating-point inputs, which get cotangents.
     """
     function = compat.function_of(eqn)
+    # A variable that is passed twice is one input, so that its cotangents are summed before they are checked.
     variables = list(dict.fromkeys(var for var in eqn.invars if not hasattr(var, "val")))
     inputs, outputs = (
         [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in value] for value in (variables, eqn.outvars)

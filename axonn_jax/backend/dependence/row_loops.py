@@ -1,4 +1,4 @@
-"""Types of what branches and loops give: over time, where a carried value keeps its type, and over rows."""
+"""Typing of branches and loops, both loops of a fixed length and loops over the rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from axonn_jax.backend.dependence.row_rules import loop_row_type
 from axonn_jax.backend.dependence.row_types import (
-    MISALIGNED,
     BY_PLACE,
     LOOP_AXIS,
+    MISALIGNED,
     NO_AXES,
     Rows,
     RowType,
@@ -30,37 +30,37 @@ CALLED = frozenset(
     {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
     | {"scan", "while"}
 )
-"""Primitives that run programs."""
+"""Primitives that call other programs."""
 
 Values = list["Value"]
 
 
 @dataclass(frozen=True)
 class Value:
-    """Value of both programs, by its type."""
+    """A value of both programs, described by its type."""
 
     type: RowType
     key: Any
     """Name: equal names have equal values."""
     of_model: bool = False
-    """True if it depends on parameters, state or a draw."""
+    """True if it depends on parameters, state or random draws."""
     origin: str = ""
-    """Primitive, and the user's own line, that first used a sum over rows otherwise than linearly."""
+    """Primitive and user's source line that first used a sum over rows nonlinearly."""
 
 
 class Loops(ABC):
-    """Reading of branches and loops, by that of the programs that they run."""
+    """Typing of branches and loops in terms of the typing of their bodies."""
 
     @abstractmethod
     def body(self, full: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())) -> Values:
-        """Return the values that two programs return, of the values that they are given."""
+        """Return the values of both programs' results from the values of their inputs."""
 
     @abstractmethod
     def name(self, *parts: Any) -> int:
-        """Return the name of a value by what it is computed from: equal ones have equal values."""
+        """Return the number of a value, hash-consed from what it is computed from: equal numbers have equal values."""
 
     def cond(self, eqn: Any, operands: Values, pairs: Sequence[Any]) -> Values:
-        """Return the values of a branch: of all branches, where the choice is not known."""
+        """Return the values of a branch, merged over all branches unless the predicate is a known constant."""
         predicate, branch_operands = operands[0], operands[1:]
         if isinstance(predicate.type, Same) and predicate.type.value is not None:
             full, part = pairs[int(predicate.type.value)]
@@ -77,7 +77,7 @@ class Loops(ABC):
         return [Value(kind, self.name("cond", id(eqn), at), of_model) for at, kind in enumerate(kinds)]
 
     def while_loop(self, eqn: Any, operands: Values, pairs: Sequence[Any]) -> Values:
-        """Return what a loop carries, whose rounds no row may decide."""
+        """Return the final carry of a while loop; the number of iterations must not depend on rows."""
         of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         (cond, other_cond), (body, other_body) = pairs
         consts, carry = operands[of_cond : of_cond + of_body], operands[of_cond + of_body :]
@@ -102,7 +102,7 @@ class Loops(ABC):
         return carry
 
     def _fixed_point(self, eqn: Any, carry: Values, iterate: Callable[[Values], Values]) -> Values:
-        """Return what a loop carries when another round changes no type."""
+        """Iterate the types of a loop's carry until they no longer change, and return the carry."""
         carry = [_as_carry(value, self.name("carry", id(eqn), at)) for at, value in enumerate(carry)]
         for _ in range(_MAX_ITERATIONS):
             outputs = iterate(carry)
@@ -116,7 +116,7 @@ class Loops(ABC):
         return [replace(value, type=unknown("a loop")) for value in carry]
 
     def scan(self, eqn: Any, other: Any, operands: Values, pair: tuple[Any, Any]) -> Values:
-        """Return what a loop of a known length carries, and the stacks that it makes."""
+        """Return the final carry of a scan and its stacked outputs."""
         body, other_body = pair
         consts_count, carry_count = eqn.params["num_consts"], eqn.params["num_carry"]
         consts, carry = operands[:consts_count], operands[consts_count : consts_count + carry_count]
@@ -126,6 +126,7 @@ class Loops(ABC):
             return self.body(body.jaxpr, other_body.jaxpr, [*consts, *carry, *slices], (body.consts, other_body.consts))
 
         if eqn.params["length"] != other.params["length"]:
+            # The length follows the number of rows in this case only, so the scan runs over the rows themselves.
             return self._loop_over_rows(eqn, carry, stacks, run_body)
         slices = [replace(stack, type=_element_type(stack.type), key=self.name("slice", stack.key)) for stack in stacks]
         last: Values = []
@@ -137,19 +138,23 @@ class Loops(ABC):
             return out[:carry_count]
 
         carry = self._fixed_point(eqn, carry, iterate)
-        iterate(carry)
+        iterate(carry)  # if the carry did not settle, the outputs must be marked faulty too
         stacked = [replace(v, type=_stack_type(v.type), key=self.name("ys", id(eqn), at)) for at, v in enumerate(last)]
         return [*carry, *stacked]
 
     def _loop_over_rows(self, eqn: Any, carry: Values, stacks: Values, run_body: Callable[..., Values]) -> Values:
-        """Return the values of a loop over rows: of what it adds up the sums, of the others an entry a row."""
+        """Return the values of a scan over rows: a sum for each carry that only accumulates, rows for each output.
+
+        Iterating to a fixed point would not do here: a carry that accumulates rows is a sum only at the end, so inside
+        the body it is a `Running` total, which nothing but the same total may read.
+        """
         layouts = [
             replace(t, degree=0.0, divisor=None, columns=NO_AXES) for v in stacks if isinstance(t := v.type, Rows)
         ]
         row = layouts[0] if layouts else Rows(0)
         if row.axis != 0 or any(value != row for value in layouts):
             return [Value(unknown("a loop over rows of several layouts"), None)] * len(eqn.outvars)
-        entry = Rows(LOOP_AXIS)  # one row, or group of rows, whichever its place
+        entry = Rows(LOOP_AXIS)  # one row, or one group of rows, at any index
 
         def slice_type(kind: RowType) -> RowType:
             if isinstance(kind, Rows):
@@ -187,7 +192,7 @@ class Loops(ABC):
 
 
 def _as_carry(value: Value, key: Any) -> Value:
-    """Return what a loop carries, of which a number is another in the next round."""
+    """Return a value as a loop's carry: constants are forgotten, because they may change with every iteration."""
     kind = value.type
     if isinstance(kind, Same):
         kind = replace(kind, value=None, place=None, columns=NO_AXES)
@@ -197,7 +202,7 @@ def _as_carry(value: Value, key: Any) -> Value:
 
 
 def _element_type(kind: RowType) -> RowType:
-    """Return the type of an entry of a stack that a loop reads."""
+    """Return the type of one slice of an array that a scan iterates over."""
     if isinstance(kind, Same):
         varies, drawn = (frozenset(axis - 1 for axis in axes if axis) for axes in (kind.varies, kind.drawn))
         return Same(varies, drawn, kind.degree, value=kind.value)
@@ -207,7 +212,7 @@ def _element_type(kind: RowType) -> RowType:
 
 
 def _stack_type(kind: RowType) -> RowType:
-    """Return the type of a stack of what rounds of a loop give."""
+    """Return the type of a scan's stacked outputs."""
     if isinstance(kind, Same):
         varies = frozenset({0, *(axis + 1 for axis in kind.varies)})
         return Same(varies, frozenset(axis + 1 for axis in kind.drawn), kind.degree)
@@ -217,7 +222,7 @@ def _stack_type(kind: RowType) -> RowType:
 
 
 def _row_stack_type(kind: RowType, row: Rows) -> RowType:
-    """Return the type of a stack of what a loop over rows gives."""
+    """Return the type of the stacked outputs of a scan over rows."""
     if isinstance(kind, Rows) and kind.axis == LOOP_AXIS:
         return replace(row, degree=kind.degree, divisor=kind.divisor)
     if isinstance(kind, Same):
@@ -238,4 +243,4 @@ def _is_key(var: Any) -> bool:
 
 
 _MAX_ITERATIONS = 8
-"""Rounds after which a loop's types have settled, or are not understood."""
+"""Passes over a loop's body before its types are given up as not understood."""

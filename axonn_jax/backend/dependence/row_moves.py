@@ -1,4 +1,4 @@
-"""Types of values that are moved, reshaped, joined, cut and reduced."""
+"""Typing rules of primitives that move axes, reshape, reduce and scan along axes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from axonn_jax.backend.dependence.row_types import (
 )
 
 Place = tuple[int, int, int, int]
-"""Layout of rows in an array: axis, outer, inner and group of a `Rows`."""
+"""Layout of rows in an array: axis, outer, inner and group, as in `Rows`."""
 
 
 def _at(axes: Iterable[int], axis_map: Callable[[int], int | None]) -> frozenset[int]:
@@ -32,7 +32,12 @@ def _at(axes: Iterable[int], axis_map: Callable[[int], int | None]) -> frozenset
 
 
 def moved(kind: RowType, axis_map: Callable[[int], int | None]) -> RowType:
-    """Return a type whose axes are elsewhere, by a function from each old axis to the new one, or None."""
+    """Return a type with its axes renumbered.
+
+    Args:
+        kind: The type.
+        axis_map: Function from an old axis to the new one, or to None for an axis that is removed.
+    """
     if isinstance(kind, Same):
         place = None if kind.place is None else axis_map(kind.place)
         return replace(
@@ -64,6 +69,7 @@ def _reshape(eqn: Equation) -> RowType:
     kind = eqn.types[0]
     if isinstance(kind, Rows):
         sides = list(zip(eqn.shapes[0], eqn.results[0], eqn.rows, strict=True))
+        # The layout must hold in both programs: one that exists for all rows alone would tie rows to the batch size.
         axes = [axis for axis, size in enumerate(eqn.result) if size > 1]
         layout = next((place for axis in axes if (place := _reshaped(kind, *sides[0], axis)) is not None), None)
         if layout is None or layout != _reshaped(kind, *sides[1], layout[0]):
@@ -74,14 +80,26 @@ def _reshape(eqn: Equation) -> RowType:
         return kind
     old, new = eqn.shape, eqn.result
     old_wide, new_wide = ([axis for axis, size in enumerate(shape) if size > 1] for shape in (old, new))
-    if [old[axis] for axis in old_wide] == [new[axis] for axis in new_wide]:  # axes of size one come and go
+    if [old[axis] for axis in old_wide] == [
+        new[axis] for axis in new_wide
+    ]:  # only axes of size one were added or removed
         to = dict(zip(old_wide, new_wide, strict=True))
         return moved(kind, to.get)
     return Same(_spans(kind.varies, old, new), _spans(kind.drawn, old, new), kind.degree, value=kind.value)
 
 
 def _reshaped(kind: Rows, old: Sequence[int], new: Sequence[int], rows: int, axis: int) -> Place | None:
-    """Return where rows are in an axis of another shape: each by itself, or in groups of neighbours."""
+    """Return the layout of the rows along an axis of the new shape, or None if they do not lie along it.
+
+    Args:
+        kind: Layout in the old shape.
+        old: Old shape.
+        new: New shape.
+        rows: Number of rows.
+        axis: Axis of the new shape.
+    """
+    # Compare strides in row-major order: the distance between neighboring groups of rows in the old shape with that
+    # between neighbors along the new axis. A larger new stride merges neighboring rows into one group.
     step, count = kind.inner * prod(old[kind.axis + 1 :]), rows // kind.group
     stride = prod(new[axis + 1 :])
     if stride * new[axis] % (step * count):
@@ -95,7 +113,7 @@ def _reshaped(kind: Rows, old: Sequence[int], new: Sequence[int], rows: int, axi
 
 
 def _spans(axes: Iterable[int], old: Sequence[int], new: Sequence[int]) -> frozenset[int]:
-    """Return the axes of a new shape along which what differs along axes of the old one differs."""
+    """Return the axes of a new shape whose range of strides overlaps that of the old axes."""
     spans = [(prod(old[axis + 1 :]), prod(old[axis:])) for axis in axes]
     sides = [(axis, prod(new[axis + 1 :]), prod(new[axis:])) for axis, size in enumerate(new) if size > 1]
     return frozenset(axis for axis, low, high in sides if any(lo < high and low < hi for lo, hi in spans))
@@ -125,6 +143,7 @@ def _reduce(eqn: Equation) -> RowType:
     def axis_map(axis: int) -> int | None:
         return remaining.index(axis) if axis in remaining else None
 
+    # Only sums commute with the split into parts. Any other reduction over rows couples them.
     adds = eqn.name == "reduce_sum"
     if isinstance(kind, Sum):
         if not adds:
@@ -158,12 +177,12 @@ def _total(eqn: Equation, degree: float, divisor: Any) -> Sum:
 
 
 def _undivided(kind: Rows, result: RowType) -> RowType:
-    """Return the type of a result by a function for which a degree or a divisor changes more than its scale."""
+    """Return the result's type if its operand has no scale, which a nonlinear function would not carry through."""
     return OF_ALL if kind.divisor is not None else BY_COUNT if kind.degree else result
 
 
 def along(eqn: Equation, axes: Iterable[int]) -> RowType:
-    """Return the type of what is computed along some axes from all entries there, as a sum so far or an order."""
+    """Return the type of a function that mixes entries along some axes, such as a cumulative sum or a sort."""
     axes = set(axes)
     if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         if any(isinstance(operand, Rows) for operand in eqn.types):
@@ -198,7 +217,7 @@ def _last(eqn: Equation) -> RowType:
 
 
 def _window(eqn: Equation) -> RowType:
-    """Return the type of what is pooled; an axis of rows has windows of one row."""
+    """Return the type of a pooling; along the axis of rows, windows must hold a single row."""
     kinds = [
         operand for operand in eqn.types if not (isinstance(operand, Same) and operand.value is not None)
     ] or eqn.types
@@ -230,6 +249,7 @@ _PLAIN = {
     "cumsum": "a running sum",
     "rev": "an order",
 }
+"""Words for a primitive's result in the reason of a verdict."""
 
 MOVES: dict[str, Callable[[Equation], RowType | Sequence[RowType]]] = {
     **dict.fromkeys(("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or"), _reduce),
@@ -247,4 +267,4 @@ MOVES: dict[str, Callable[[Equation], RowType | Sequence[RowType]]] = {
     "top_k": _last,
     "transpose": _transpose,
 }
-"""Rule of each primitive."""
+"""Rules by primitive."""

@@ -1,13 +1,13 @@
-"""Types of products, of entries looked up and of entries put down: matmuls, convolutions, gathers and scatters."""
+"""Typing rules of matmuls, convolutions, gathers and scatters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from axonn_jax.backend.dependence.equation import Equation, by_rows
 from axonn_jax.backend.dependence.row_types import (
-    MISALIGNED,
     BY_COUNT,
     BY_PLACE,
+    MISALIGNED,
     NO_AXES,
     OF_ALL,
     Number,
@@ -43,7 +43,8 @@ def _dot(eqn: Equation) -> RowType:
     if len(divisors) > 1:
         return coupled("a product of two numbers of all rows")
     divisor = divisors[0] if divisors else None
-    # Every operand in the axes of [batch, left, right, over], where it must agree with the other.
+    # Express both operands in the axes [batch, lhs free, rhs free, contracting] and align them there as if the product
+    # were elementwise. Rows along a contracting axis then make the result a sum over rows.
     seen: list[RowType] = []
     last = starts[1] + len(sides[1][3])
     for (kind, contracting, batch, free), start in zip(sides, starts, strict=True):
@@ -71,7 +72,7 @@ def _dot(eqn: Equation) -> RowType:
 
 
 def _product_of_sums(eqn: Equation) -> RowType:
-    """Return the type of a product with sums, which with numbers of no row is one."""
+    """Return the type of a product with sums; one sum times row-independent numbers is a sum again."""
     if any(isinstance(operand, Rows) for operand in eqn.types):
         return OF_ALL
     sums = [operand for operand in eqn.types if isinstance(operand, Sum)]
@@ -115,7 +116,7 @@ def _gather(eqn: Equation) -> RowType:
     last = len(eqn.shapes[1][0]) - 1
 
     def of_rows(axis: int) -> RowType:
-        """Return where rows are that come from an axis of the operand."""
+        """Return the type of the result if the operand's rows lie along this axis."""
         assert isinstance(kind, Rows | Same)
         if axis in dims.operand_batching_dims:
             indices_axis = dims.start_indices_batching_dims[dims.operand_batching_dims.index(axis)]
@@ -152,7 +153,7 @@ def _gather(eqn: Equation) -> RowType:
 
 
 def _index_columns(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[int]] | None:
-    """Return the axis of an array of indices along which some columns are the index itself, and those columns."""
+    """Return the axis along which an array of indices holds the row's index, and its columns, or None."""
     if isinstance(at, Rows) and at.columns and at.outer == at.inner == at.group == 1:
         return at.axis, at.columns
     if isinstance(at, Same) and at.place is not None:
@@ -163,7 +164,7 @@ def _index_columns(at: RowType, shape: Sequence[int]) -> tuple[int, frozenset[in
 
 
 def _move_rows(kind: Rows | Same, axis: int, at: RowType | None, indices_axis: int | None) -> RowType:
-    """Return the type of an operand's entries at an axis, where indices of rows must be of the same rows."""
+    """Return the type of entries that a gather moves to an axis; indices that depend on rows must match them."""
     if isinstance(kind, Same):
         return replace(at, axis=axis) if isinstance(at, Rows) else Same(NO_AXES, frozenset({axis}), kind.degree)
     if isinstance(at, Rows) and indices_axis is not None:
@@ -189,7 +190,7 @@ def _scatter(eqn: Equation) -> RowType:
     window = [axis for axis in range(len(eqn.shape)) if axis not in removed]
 
     def to(axis: int) -> int | None:
-        """Return the operand's axis that an axis of the updates goes to, row by row."""
+        """Return the operand's axis that an axis of the updates maps to one to one, or None."""
         if axis in dims.update_window_dims:
             operand_axis = window[dims.update_window_dims.index(axis)]
             return operand_axis if eqn.shapes[2][0][axis] == eqn.shape[operand_axis] else None
@@ -212,11 +213,13 @@ def _scatter(eqn: Equation) -> RowType:
     source = updates if isinstance(updates, Rows) else None
     if source is None and isinstance(at, Rows):
         source = replace(at, axis=scattered[at.axis], degree=getattr(updates, "degree", 0.0), columns=NO_AXES)
-    if source is None:  # numbers of no row are put down in every row, at the same place
+    if source is None:  # row-independent updates are written to every row, at the same columns
         assert isinstance(kind, Rows)
         if kind.axis not in window or by_rows(eqn.shapes[1]):
             return coupled("rows chosen by their place")
         return either((kind, Same()))
+    # Updates of a row must land in that row. Elsewhere they may at most be added up, as in a segment sum: then the
+    # result is a sum over rows, and the operand must be 0 or of the same degree.
     target = to(source.axis)
     if isinstance(at, Rows) and scattered[at.axis] != source.axis:
         return MISALIGNED
@@ -237,4 +240,4 @@ PRODUCTS: dict[str, Callable[[Equation], RowType]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
 }
-"""Rule of each primitive."""
+"""Rules by primitive."""

@@ -1,4 +1,4 @@
-"""Rules of all primitives that run no program: the type of what each of them computes."""
+"""Typing rules of all primitives that do not call another program."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from axonn_jax.backend.dependence.row_cuts import CUTS
 from axonn_jax.backend.dependence.row_moves import MOVES
 from axonn_jax.backend.dependence.row_products import PRODUCTS
 from axonn_jax.backend.dependence.row_types import (
-    MISALIGNED,
     BY_COUNT,
     LOOP_AXIS,
+    MISALIGNED,
     NO_AXES,
     Number,
     Rows,
@@ -33,34 +33,41 @@ ENTRIES = (
     | {"add_any", "bitcast_convert_type", "clamp", "clz", "complex", "eq_to", "igamma", "igammac", "le_to", "lt_to"}
     | {"polygamma", "population_count", "random_gamma_grad", "regularized_incomplete_beta", "zeta"}
 )
-"""Primitives of which each entry of the result comes from the same entry of the operands."""
+"""Primitives whose every result entry depends only on the operands' entries at the same position."""
 DRAWS = frozenset(
     {"random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap"}
     | {"random_wrap", "threefry2x32"}
 )
-"""Primitives of keys, and of what is drawn by them."""
+"""Primitives that make keys or draw with them."""
 LEADING = {
     **dict.fromkeys(("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"), 2),
     **dict.fromkeys(("triangular_solve", "tridiagonal", "tridiagonal_solve"), 2),
-    "fft": 0,  # as many as it has lengths
+    "fft": 0,  # its fft_lengths give the number
     "lu_pivots_to_permutation": 1,
 }
-"""Primitives of the last axes, as many as this, for each entry of those before them."""
+"""Primitives that act on this many trailing axes and are batched over the leading ones."""
 UNCHANGED = frozenset(
     {"copy_to_host", "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pbroadcast", "pcast"}
     | {"pvary", "reshard", "sharding_constraint"}
 )
-"""Primitives whose results are what they are given, each by itself."""
+"""Primitives that return their operands, one result per operand."""
 SHARED = frozenset({"pmax", "pmin", "psum", "psum2", "psum_invariant"})
 """Collectives over a named axis."""
 RULES = {**MOVES, **CUTS, **PRODUCTS}
-"""Rules of others that are written out."""
+"""Primitives with a rule of their own."""
 KNOWN = ENTRIES | UNCHANGED | DRAWS | LEADING.keys() | SHARED | RULES.keys()
 """Primitives that have a rule."""
 
 
 def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
-    """Return the types of an equation's results; of a primitive that has no rule, of what has seen no row alone."""
+    """Return the types of an equation's results.
+
+    A primitive without a rule is typed only if none of its operands depends on rows.
+
+    Args:
+        eqn: The equation, with the types of its operands.
+        shared_axis: Name of the axis over which layers compute statistics of all parts.
+    """
     count, types = len(eqn.results), eqn.types
     if eqn.name in UNCHANGED:
         return list(types)
@@ -86,19 +93,20 @@ def types_of(eqn: Equation, shared_axis: str) -> Sequence[RowType]:
 
 
 def loop_row_type(types: Sequence[RowType]) -> RowType:
-    """Return the type of any function of one row, inside a loop over them."""
+    """Return the type of any function of one row inside a loop over rows."""
     if any(isinstance(operand, Rows) and operand.axis != LOOP_AXIS for operand in types):
         return MISALIGNED
     if any(isinstance(operand, Sum | Number) for operand in types):
         return coupled("a number of all rows beside each")
     rows = [operand for operand in types if isinstance(operand, Rows)]
+    # An arbitrary function need not be linear, so a scale is only carried through functions of a single value.
     if any(operand.degree or operand.divisor is not None for operand in rows) and len(types) > 1:
         return unknown("a scaled number inside a loop over rows")
     return replace(aligned(rows), degree=rows[0].degree, divisor=rows[0].divisor)  # type: ignore[return-value,arg-type]
 
 
 def _shared(eqn: Equation, kind: RowType, shared_axis: str) -> RowType:
-    """Return the type of a mean that a layer takes over all parts: in each part it is that of all rows."""
+    """Return the type of a collective: a mean over the shared axis is the mean of all rows, the same in every part."""
     axes = eqn.param.get("axes", eqn.param.get("axis_name"))
     if isinstance(kind, Same):
         return kind
@@ -108,7 +116,7 @@ def _shared(eqn: Equation, kind: RowType, shared_axis: str) -> RowType:
 
 
 def _drawn(eqn: Equation) -> Sequence[RowType]:
-    """Return the types of draws, of which as many as rows are each of a row."""
+    """Return the types of random draws; draws along an axis as long as the rows belong to one row each."""
     if any(isinstance(operand, Sum | Number) for operand in eqn.types):
         return [coupled("a key by a number of all rows")] * len(eqn.results)
     joint = aligned(eqn.types)
@@ -117,7 +125,7 @@ def _drawn(eqn: Equation) -> Sequence[RowType]:
     seed = not by_rows(eqn.results[0]) and eqn.name in ("random_seed", "random_wrap", "random_unwrap")
     if isinstance(joint, Told) or seed:
         return [joint if isinstance(joint, Told) else Same()] * len(eqn.results)
-    # Keys that are counted by the row's place are draws too, of which a part has others of the same kind.
+    # Keys split by row index count as draws: a part gets different ones, but with the same distribution.
     return [Same(wide(shapes[0]) - by_rows(shapes), by_rows(shapes)) for shapes in eqn.results]
 
 
@@ -134,7 +142,7 @@ def _leading(eqn: Equation, last: int) -> RowType:
 
 
 def _no_rule(eqn: Equation, shapes: Shapes) -> RowType:
-    """Return the type of a result of a primitive that has no rule: of numbers that have seen no row, such a one."""
+    """Return the type of a result of a primitive that has no rule; it is known only if no operand depends on rows."""
     if any(isinstance(operand, Rows) for operand in eqn.types):
         return unknown("no rule for it on rows")
     if any(isinstance(operand, Sum | Number) for operand in eqn.types):
@@ -145,5 +153,5 @@ def _no_rule(eqn: Equation, shapes: Shapes) -> RowType:
 
 
 def wide(shape: Sequence[int]) -> frozenset[int]:
-    """Return the axes along which an array has several entries."""
+    """Return the axes of size above one."""
     return frozenset(axis for axis, size in enumerate(shape) if size > 1)

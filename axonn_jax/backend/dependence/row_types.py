@@ -1,16 +1,17 @@
 """Types of the values of a traced loss: how each depends on the rows of a batch.
 
-A loss is traced twice, for all rows of a batch and for those of one part, and both programs are read side by side. A
-value has one type in both:
+A loss is traced twice, for all rows of a batch and for the rows of one part, and both programs are walked in lockstep.
+A value has one type in both:
 
-* `Same`: of no row, the same numbers in both;
-* `Rows`: an entry for each row, or group of neighbouring rows, along one axis, computed from that row alone;
-* `Sum`: linear in one such number of each row, so that the sums of parts add up to that of all rows;
-* `Number`: computed from sums in any other way, as the inverse of how many targets a mask counts;
-* `Told`: what none of these holds, with the reason. It does no harm where no result depends on it.
+* `Same`: independent of rows, with the same numbers in both programs;
+* `Rows`: one entry per row, or per group of neighboring rows, along one axis, computed from that row alone;
+* `Sum`: linear in one number per row, so that the sums of the parts add up to the sum of all rows;
+* `Number`: computed from sums in any other way, such as the inverse of how many targets a mask counts;
+* `Told`: none of these, with the reason. It is harmless unless a result depends on it.
 
-Of all but the last `degree` says what the number of rows does to a value: a sum over them has degree 1, what is divided
-by their number one less. A mean has degree 0, as a value that has seen no row.
+Except for `Told`, the `degree` of a type is the power of the number of rows that scales a value: a sum over rows has
+degree 1, and dividing by the number of rows lowers the degree by one. A mean has degree 0, like a value that depends on
+no row.
 """
 
 from collections.abc import Sequence
@@ -22,42 +23,42 @@ Axes = frozenset[int]
 NO_AXES: Axes = frozenset()
 
 LOOP_AXIS = -1
-"""Axis of rows inside a loop over them, where a value is that of one row."""
+"""Stands for the axis of rows inside a loop over the rows, whose body sees one row at a time."""
 
 
 class Divisor(NamedTuple):
-    """A sum over rows that others are divided by."""
+    """A sum over rows that a value has been divided by."""
 
     base: Any
-    """Name of the sum, as `Sum` has it."""
+    """Name of the sum, as in `Sum.base`."""
     counts: bool
-    """True if it depends on nothing but the batch, as the sum of a mask."""
+    """True if the sum depends only on the batch, as the sum of a mask does."""
 
 
 @dataclass(frozen=True)
 class Same:
     """Numbers that depend on no row.
 
-    Along an axis of as many entries as the batch has rows, entries that differ do so by the row's place in the batch,
-    which in a part is another. Draws are left out of `varies`: every row has one of its own, whatever its place.
+    If entries differ along an axis as long as the rows, they differ by the row's index in the batch, and a row's index
+    in a part is a different one. Random draws are not part of `varies`: every row gets one, whatever its index.
     """
 
     varies: Axes = NO_AXES
     """Axes along which entries differ."""
     drawn: Axes = NO_AXES
-    """Axes along which each entry is a draw of its own."""
+    """Axes along which every entry is an independent draw."""
     degree: float = 0.0
     place: int | None = None
-    """Axis along which each entry is its own index, of as many entries as rows."""
+    """Axis, as long as the rows, along which each entry is its index, as in `jnp.arange(rows)`."""
     columns: Axes = NO_AXES
-    """Indices along the last axis at which entries are the index along axis `place`."""
+    """Columns along the last axis whose entries are the index along axis `place`."""
     value: float | None = None
-    """The number, where it is known, of all entries."""
+    """Value of every entry, if it is a known constant."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An entry along `axis` for each group of `group` neighbouring rows, [outer, rows / group, inner] in that axis."""
+    """One entry per group of `group` neighboring rows; `axis` is laid out as [outer, rows / group, inner]."""
 
     axis: int
     outer: int = 1
@@ -65,9 +66,9 @@ class Rows:
     group: int = 1
     degree: float = 0.0
     divisor: Divisor | None = None
-    """Sum of all rows that every entry is divided by."""
+    """Sum over all rows that every entry has been divided by."""
     columns: Axes = NO_AXES
-    """Indices along the last axis at which entries are the row's own index, in an array of indices."""
+    """In an array of indices, the columns along the last axis whose entries are the row's index."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class Sum:
     degree: float = 1.0
     divisor: Divisor | None = None
     base: Any = field(default=None, compare=False)
-    """Name of the sum; others that are proportional to it have the same."""
+    """Name of the sum, shared by sums that are proportional to it."""
     scalar: bool = False
-    """True if all entries are one number."""
+    """True if all entries are equal."""
     counts: bool = field(default=False, compare=False)
-    """True if it depends on nothing but the batch, as the sum of a mask."""
+    """True if the sum depends only on the batch, as the sum of a mask does."""
 
 
 @dataclass(frozen=True)
@@ -89,42 +90,42 @@ class Running:
     """Running total of a loop over rows."""
 
     carry: int
-    """Place among the values that the loop carries: each adds to itself alone."""
+    """Position in the loop's carry: a total may only add to itself."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number computed from sums; proportional to a power of the sum `base` where that is 1 or -1."""
+    """A number computed from sums; if `power` is 1 or -1, proportional to that power of the sum `base`."""
 
     power: int = 0
     base: Any = None
     degree: float = 0.0
     counts: bool = False
     empty: bool = False
-    """True if it says whether the sum `base` is 0, as of a mask under which nothing counts."""
+    """True for a test whether the sum `base` is 0, as it is for a mask that selects nothing."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A value that rows decide in a way that parts of the rows cannot keep, or that no rule is known for."""
+    """A value that parts of the rows would compute differently, or that no rule covers."""
 
     verdict: Literal["coupled", "not understood"]
     reason: str
     primitive: str = ""
     where: str = ""
-    """The user's file and line."""
+    """File and line of the user's code."""
 
 
 RowType = Same | Rows | Sum | Running | Number | Told
 
 
 def coupled(reason: str) -> Told:
-    """Return the type of what rows decide together."""
+    """Return the type of a value that several rows determine together."""
     return Told("coupled", reason)
 
 
 def unknown(reason: str) -> Told:
-    """Return the type of what no rule is known for."""
+    """Return the type of a value that no rule covers."""
     return Told("not understood", reason)
 
 
@@ -135,15 +136,15 @@ OF_ALL = coupled("a number of all rows beside each")
 
 
 def first_fault(types: Sequence[RowType]) -> Told | None:
-    """Return the first of the types that nothing holds of."""
+    """Return the first fault among the types, if any."""
     return next((kind for kind in types if isinstance(kind, Told)), None)
 
 
 def aligned(types: Sequence[RowType]) -> RowType:
-    """Return the type of what is computed, entry by entry, from values of one shape that have seen no sum.
+    """Return the type of an elementwise function of values of one shape, none of which depends on a sum.
 
-    Of groups of other sizes the larger counts, as an entry of the smaller has seen one of its rows. The result has no
-    degree and no divisor: those are the caller's.
+    Groups of different sizes merge into groups of their least common multiple, whose rows every entry stays within. The
+    result has degree 0 and no divisor; the caller sets them, because they depend on the function.
     """
     rows = [kind for kind in types if isinstance(kind, Rows)]
     same = [kind for kind in types if isinstance(kind, Same)]
@@ -160,9 +161,10 @@ def aligned(types: Sequence[RowType]) -> RowType:
 
 
 def either(types: Sequence[RowType]) -> RowType:
-    """Return the type of a value that is one or another of these, by a choice that no row makes."""
+    """Return the type of a value that has one of these types, by a choice that does not depend on rows."""
     if (first := first_fault(types)) is not None:
         return first
+    # A constant 0 has every degree and divisor: it is the usual initial value of a sum, and the fill of a masked mean.
     live = [kind for kind in types if not (isinstance(kind, Same) and kind.value == 0)] or list(types)
     scales = {(kind.degree, getattr(kind, "divisor", None)) for kind in live if isinstance(kind, Same | Rows | Sum)}
     if any(isinstance(kind, Running) for kind in live):
@@ -184,13 +186,13 @@ def either(types: Sequence[RowType]) -> RowType:
 
 
 def scaled(kind: RowType, degree: float, divisor: Divisor | None) -> RowType:
-    """Return a type that `aligned` returns, of a degree and a divisor."""
+    """Return a result of `aligned` with a degree and a divisor."""
     if isinstance(kind, Rows):
         return replace(kind, degree=degree, divisor=divisor)
     return replace(kind, degree=degree) if isinstance(kind, Same) else kind
 
 
 def summed(types: Sequence[RowType]) -> Sum:
-    """Return the type of a linear function of these, of which the sums have one degree and divisor."""
+    """Return the type of a linear function of these types, whose sums share one degree and divisor."""
     sums = [kind for kind in types if isinstance(kind, Sum)]
     return Sum(sums[0].degree, sums[0].divisor, counts=all(kind.counts for kind in sums))

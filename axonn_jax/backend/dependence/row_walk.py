@@ -1,4 +1,4 @@
-"""Types of all values of a loss that is traced twice: for all rows of a batch, and for those of one part."""
+"""Type inference over a loss that is traced twice, for all rows of a batch and for the rows of one part."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ from axonn_jax.backend.dependence.row_derivatives import derivative_fault
 from axonn_jax.backend.dependence.row_loops import CALLED, Loops, Value, Values
 from axonn_jax.backend.dependence.row_rules import DRAWS, SHARED, types_of, wide
 from axonn_jax.backend.dependence.row_types import (
-    MISALIGNED,
     BY_COUNT,
     BY_PLACE,
+    MISALIGNED,
     Number,
     Rows,
     Same,
@@ -28,42 +28,41 @@ from axonn_jax.backend.jaxprs import bodies, users_line
 
 
 class Walk(Loops):
-    """A reading of two traced programs side by side.
+    """Walk over two traced programs in lockstep.
 
     Args:
-        rows: Rows of the batch, and of a part.
-        shared_axis: Name of the axis over which a layer takes the statistics of all parts, as BatchNorm.
+        rows: Number of rows of the batch, and of a part.
+        shared_axis: Name of the axis over which a layer such as BatchNorm computes statistics of all parts.
     """
 
     def __init__(self, rows: tuple[int, int], shared_axis: str):
         self.rows, self._shared_axis = rows, shared_axis
         self.statistics = False
-        """True if a layer takes statistics of all parts together."""
+        """True once a layer computes statistics of all parts together."""
         self._names: dict[Any, int] = {}
         self._derivatives = True
 
     def name(self, *parts: Any) -> int:
-        """Return the name of a value by what it is computed from: equal ones have equal values."""
+        """Return the number of a value, hash-consed from what it is computed from: equal numbers have equal values."""
         return self._names.setdefault(parts, len(self._names))
 
     def run(self, full: ClosedJaxpr, part: ClosedJaxpr, values: Sequence[Value]) -> Values:
-        """Return the values that two programs return, of the values that they are given."""
+        """Return the values of both programs' results from the values of their inputs."""
         return self.body(full.jaxpr, part.jaxpr, values, (full.consts, part.consts))
 
     def body(  # noqa: D102
         self, full: Any, part: Any, values: Sequence[Value], consts: tuple[Any, Any] = ((), ())
     ) -> Values:
-        alike = [jaxpr_eqn.primitive.name for jaxpr_eqn in full.eqns] == [
-            jaxpr_eqn.primitive.name for jaxpr_eqn in part.eqns
-        ]
-        if not alike or len(full.outvars) != len(part.outvars):
+        # The walk pairs equations by position, so a loss that branches in Python on the number of rows ends here.
+        same = [eqn.primitive.name for eqn in full.eqns] == [eqn.primitive.name for eqn in part.eqns]
+        if not same or len(full.outvars) != len(part.outvars):
             return [Value(unknown("another program for the rows of a part"), None)] * len(full.outvars)
         env = dict(zip(full.invars, values, strict=True))
         for at, pair in enumerate(zip(full.constvars, part.constvars, strict=True)):
-            env[pair[0]] = self._constant(*(jaxpr_eqn[at] for jaxpr_eqn in consts)) if consts[0] else self._opaque(pair)
+            env[pair[0]] = self._constant(*(values[at] for values in consts)) if consts[0] else self._opaque(pair)
 
-        def read(var: Any, other_eqn: Any) -> Value:
-            return self._literal(var, other_eqn) if hasattr(var, "val") else env[var]
+        def read(var: Any, other_var: Any) -> Value:
+            return self._literal(var, other_var) if hasattr(var, "val") else env[var]
 
         for eqn, other_eqn in zip(full.eqns, part.eqns, strict=True):
             operands = [read(*pair) for pair in zip(eqn.invars, other_eqn.invars, strict=True)]
@@ -83,6 +82,7 @@ class Walk(Loops):
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value, other = jax.random.key_data(value), jax.random.key_data(other)
         a, b = np.asarray(value), np.asarray(other)
+        # numpy's arange arrives as a constant, unlike jnp's iota, but is a row's index all the same.
         if a.ndim == 1 and a.shape != b.shape and all(np.array_equal(v, np.arange(len(v))) for v in (a, b)):
             return Value(Same(frozenset({0}), place=0), key)
         if a.shape != b.shape:
@@ -98,12 +98,14 @@ class Walk(Loops):
         return self._literal_pair(np.asarray(var.val), np.asarray(other.val), self.name("literal", str(var.val)))
 
     def _literal_pair(self, a: np.ndarray, b: np.ndarray, key: Any) -> Value:
-        """Return a number; one that is by how many rows there are has that degree."""
+        """Return a number's value, with its degree if it scales with the number of rows."""
         if a.ndim or (a.dtype.kind not in "biufV" and str(a.dtype) != "bfloat16"):
             return Value(Same(wide(a.shape)) if np.array_equal(a, b) else BY_COUNT, key)
         first, second = float(a), float(b)
         if first == second or (first != first and second != second):
             return Value(Same(value=first), key)
+        # Python computes with len(batch) before tracing, so only the ratio of the two literals reveals the number of
+        # rows; sqrt(len(batch)) has degree one half. The tolerance covers literals rounded to float32.
         for degree in (1.0, -1.0, 0.5, -0.5, 2.0, -2.0):
             if second and abs(first / second - (self.rows[0] / self.rows[1]) ** degree) < 1e-5 * abs(first / second):
                 return Value(Same(degree=degree), key)
@@ -116,9 +118,9 @@ class Walk(Loops):
         if name in CALLED and inner:
             out = self._called(name, eqn, other, operands)
         else:
-            words = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED_PARAMS)
+            params = sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED_PARAMS)
             keys = [operand.key for operand in operands]
-            equation_key = self.name(name, *map(str, words), *keys)
+            equation_key = self.name(name, *map(str, params), *keys)
             keyed = [
                 keys[0] if name in _IDENTITIES and _lossless(eqn) else self.name(equation_key, at)
                 for at in range(len(results))
@@ -138,7 +140,8 @@ class Walk(Loops):
             try:
                 types = types_of(typed, self._shared_axis)
             except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
-                # A later jax may give a primitive other parameters: it is told, as one that has no rule.
+                # Rules read primitive parameters that are private to jax. If a later version renames one, fall back to
+                # comparing numbers instead of failing the user's run.
                 types = [unknown("its rule does not hold in this version of jax")] * len(results)
             summed = any(isinstance(operand.type, Sum) for operand in operands)
             self.statistics |= name in SHARED and summed and isinstance(types[0], Same)
@@ -147,11 +150,13 @@ class Walk(Loops):
         origin = next((operand.origin for operand in operands if operand.origin), "")
         for value, shapes in zip(out, results, strict=True):
             kind = value.type
+            # Rules reason about one axis of rows. A second axis whose size follows the rows pairs rows with rows.
             if isinstance(kind, Rows) and by_rows(shapes) - {kind.axis}:
                 kind = MISALIGNED
             if isinstance(kind, Sum) and by_rows(shapes) and not kind.scalar:
-                kind = Number()  # a sum over these entries is no sum over rows
-            if isinstance(kind, Told) and not kind.where:  # of an equation inside of a library's function the call's
+                kind = Number()  # summing these entries would count each sum once per row
+            # Inside a library function there is no user line; the first enclosing call that has one fills it in.
+            if isinstance(kind, Told) and not kind.where:
                 kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
             if isinstance(kind, Number) or getattr(kind, "divisor", None) is not None:
                 origin = value.origin or origin or _origin_of(name, eqn)
@@ -172,7 +177,8 @@ class Walk(Loops):
         full, part = pairs[0]
         out = self.body(full.jaxpr, part.jaxpr, operands, (full.consts, part.consts))
         if name in ("custom_jvp_call", "custom_vjp_call") and self._derivatives:
-            self._derivatives = False  # of a derivative's own program none is asked for
+            # A backward pass is not differentiated again, so custom rules inside it are not checked.
+            self._derivatives = False
             fault = derivative_fault(eqn, other, operands, out, self.run, self.name)
             self._derivatives = True
             if fault is not None:
@@ -181,7 +187,7 @@ class Walk(Loops):
 
 
 def _closed(eqn: Any) -> list[ClosedJaxpr]:
-    """Return the programs that an equation runs, in order."""
+    """Return the programs that an equation calls; for a loop, the condition first."""
     if eqn.primitive.name == "while":
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     if eqn.primitive.name == "cond":
@@ -197,12 +203,12 @@ def _origin_of(name: str, eqn: Any) -> str:
 
 
 def _lossless(eqn: Any) -> bool:
-    """True for a conversion that keeps every number: of a mask, or from one kind of real numbers to another."""
+    """True for a conversion that changes no value beyond rounding: from a mask or integers, or between floats."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return not jnp.issubdtype(old, jnp.inexact) or jnp.issubdtype(new, jnp.inexact)
 
 
 _IGNORED_PARAMS = frozenset({"sharding", "out_sharding"})
-"""Parameters that change no value."""
+"""Parameters that do not change values."""
 _IDENTITIES = frozenset({"convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision"})
-"""Primitives whose result has the name of what they are given."""
+"""Primitives whose result keeps the name of its operand, so that a count stays recognizable behind a cast."""

@@ -1,4 +1,4 @@
-"""Whether a loss may run on parts of its rows: read off its program, once and for every batch."""
+"""Verdicts on whether a loss may run on parts of a batch's rows, read off its traced program for every batch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,21 +13,21 @@ from axonn_jax.backend.dependence.row_walk import Walk
 
 Kind = Literal["proven", "weighted", "coupled", "not understood"]
 Role = Literal["mean", "total", "state", "weight"]
-"""What becomes of a result of the parts: averaged as the loss is; added up; left as it is, as it must be the same in
-each; or what the parts' means count."""
+"""How results of the parts are combined: `mean` results are averaged like the loss, `total` results are added up,
+`state` must be identical in every part, and `weight` is the number of items that a part's mean averages over."""
 
 
 class Verdict(NamedTuple):
-    """What the program of a loss says about parts of its rows."""
+    """The conclusion about running a loss on parts of its rows."""
 
     kind: Kind
-    """`proven`: all results are those of all rows at once, for every batch. `weighted`: they are means over what a
-    mask counts, by which parts would have to be averaged. `coupled`: rows see each other, or something is computed from
-    all of them. `not understood`: a primitive has no rule."""
+    """`proven`: parts give the results of all rows at once, for every batch. `weighted`: results are means over what a
+    mask counts, so parts would have to be weighted by that count. `coupled`: rows see each other, or something is
+    computed from all of them. `not understood`: a primitive has no rule."""
     reason: str = ""
-    """What rows do, the primitive, and the user's own line."""
+    """What the rows do, the primitive, and the user's source line."""
     in_turn: bool = False
-    """True if parts side by side are all rows at once, and parts one after the other are not."""
+    """True if parts that run side by side match all rows at once, but parts that run one after the other do not."""
 
 
 def rows_verdict(
@@ -41,24 +41,28 @@ def rows_verdict(
     in_turn: bool,
     shared_axis: str,
 ) -> Verdict:
-    """Return what the traced program of a loss says about its parts.
+    """Decide from a loss's traced programs whether parts of the rows give the results of all rows.
 
     Args:
-        whole: The program of all rows. Gradients need not be in it: those of a sum over rows are sums over rows.
+        full: The program of all rows. It need not contain gradients: the gradient of a sum over rows is again a sum
+            over rows.
         part: The program of the rows of one part.
-        of_rows: For each input whether it has rows in front.
-        of_batch: For each input whether it belongs to the batch.
-        roles: What becomes of each result.
-        rows: Rows of the batch, and of a part.
-        in_turn: True if parts run one after the other, each with the state that the one before it has left.
-        shared_axis: Name of the axis over which layers take statistics of all parts.
+        of_rows: For each input, whether its leading axis is the rows.
+        of_batch: For each input, whether it belongs to the batch.
+        roles: How each result of the parts is combined.
+        rows: Number of rows of the batch, and of a part.
+        in_turn: True if parts run one after the other, each starting from the state that the previous one left.
+        shared_axis: Name of the axis over which layers compute statistics of all parts.
+
+    Returns:
+        The verdict; of several faults, the most severe one.
     """
     walk = Walk(rows, shared_axis)
     values = []
     for at, var in enumerate(full.jaxpr.invars):
         kind = Rows(0) if of_rows[at] else Same(wide(var.aval.shape))
         values.append(Value(kind, walk.name("input", at), not of_batch[at]))
-    # What no result depends on may be an attempt at tracing that failed, which the other program does not have.
+    # Drop dead equations first: jax leaves traces of failed attempts behind, and they need not match between programs.
     full, part = (compat.part_of(program, [True] * len(roles), all_inputs=True) for program in (full, part))
     results = list(zip(roles, walk.run(full, part, values), strict=True))
     input_keys = {value.key for value in values}
@@ -73,6 +77,8 @@ def rows_verdict(
         return _explain_weighted(
             faults[0], [value for role, value in results if role == "mean"], weighted=bool(weights)
         )
+    # Shared statistics are exact for parts that run side by side, where a collective sees all of them, but a sequence
+    # of microbatches computes them anew for each.
     if walk.statistics and in_turn:
         return Verdict("coupled", "BatchNorm takes statistics of each microbatch", in_turn=True)
     if in_turn and any(role == "state" and value.key not in input_keys for role, value in results):
@@ -81,11 +87,13 @@ def rows_verdict(
 
 
 def _explain_weighted(fault: Verdict, means: Sequence[Value], *, weighted: bool) -> Verdict:
-    """Return a fault that is a mean over a count, where `weight=` mends it; else as what it is."""
+    """Return the fault unchanged if `weight=` would repair it, otherwise the fault it amounts to."""
     if fault.kind != "weighted":
         return fault
     divisors = {value.type.divisor for value in means if isinstance(value.type, Sum)}
-    if weighted:  # one mean over something else than weight= counts, as far as names go: numbers tell
+    if weighted:
+        # Names of values cannot show that weight= counts the same items as the mean's divisor, so a single divisor is
+        # left to the numerical comparison.
         several = len(divisors) > 1
         return Verdict("coupled", _SECOND) if several else Verdict("not understood", "weight= counts in another way")
     if len(divisors) > 1:
@@ -98,11 +106,11 @@ def _explain_weighted(fault: Verdict, means: Sequence[Value], *, weighted: bool)
 _SECOND = "a mean over what a mask counts, beside a mean over something else"
 
 _ORDER: tuple[Kind, ...] = ("coupled", "not understood", "weighted", "proven")
-"""Kinds of verdicts, in the order in which one of them decides."""
+"""Kinds of verdicts, most severe first."""
 
 
 def _fault(role: Role, value: Value, weight_base: Any) -> Verdict | None:
-    """Return why a result of parts is not that of all rows; None where it is."""
+    """Return why a result differs between parts and all rows, or None if it does not."""
     kind = value.type
     if isinstance(kind, Told):
         return Verdict(kind.verdict, _describe(kind))
