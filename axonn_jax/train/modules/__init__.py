@@ -1,1 +1,1 @@
-"""Any Flax model in the trainer: taken apart, its batches, and the program of its gradients."""
+"""Training of any Flax model with a user's loss: the model as a pure function, its batches and its gradients."""

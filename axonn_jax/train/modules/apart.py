@@ -1,4 +1,4 @@
-"""Flax models of any kind taken apart: parameters by path, other state by path, and their loss as a pure function."""
+"""Flax models as pure functions: parameters and other state by path, and a loss as a function of them."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,23 +23,23 @@ from axonn_jax.tensor.parallelize.linen import MappedAxes, takes_key
 from axonn_jax.tensor.params import Params, copied, key_of
 from axonn_jax.tensor.specs import values_of
 from axonn_jax.terminal import say
-from axonn_jax.train.modules.own_tree import OwnTree
+from axonn_jax.train.modules.own_tree import ParamTree
 
 REPLICAS = "axonn_replicas"
-"""Name of the axis that maps over replicas."""
+"""Name of the axis that is mapped over data-parallel replicas."""
 
 ROW_AXES = ("z",)
-"""Mesh axes that split the rows of one replica."""
+"""Mesh axes over which the rows of one replica are sharded."""
 
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), get_path("stdlib"), get_path("purelib"))
-"""Beginnings of the names of files that a user did not write."""
+"""Path prefixes of library code, as opposed to the user's."""
 
 Loss = Callable[..., Any]
-"""Function of (model, batch) or (model, batch, key) -> a mean loss, or (a mean loss, numbers)."""
+"""Function of (model, batch) or (model, batch, key) that returns a mean loss, or (a mean loss, metrics)."""
 
-Way = Literal["parts", "whole", "xla"]
-"""Way in which a loss runs: on one replica's rows, with layers split; on the rows of all replicas as one array, with
-layers split; so too, but with layers as Flax wrote them, for XLA to split."""
+Strategy = Literal["parts", "whole", "xla"]
+"""How a loss runs. `parts`: on one replica's rows at a time, with sharded layers. `whole`: on the rows of all replicas
+as one array, with sharded layers. `xla`: like `whole`, but with Flax's own layers, which XLA partitions."""
 
 
 class LossResult(NamedTuple):
@@ -47,44 +47,46 @@ class LossResult(NamedTuple):
 
     loss: jax.Array
     aux: Any
-    """Numbers to be averaged as the loss is."""
+    """Metrics, averaged like the loss."""
     carried: dict[str, jax.Array]
-    """State and parameters that the call has written, by name."""
+    """State and parameters that the call has written, by path."""
 
 
-class Apart(ABC):
-    """A model taken apart, and its loss on some rows.
+class LossModel(ABC):
+    """A model and its loss as a pure function of parameters and state.
 
     Args:
         arrays: Parameters and state on the mesh, by path.
-        trained: Names of those that are trained.
+        trained: Paths of the trained parameters.
         loss: The loss.
-        compute: Dtype of the computation wherever the model names none; None leaves it to the model.
+        compute: Dtype of the computation where the model sets none; None leaves it to the model.
         mesh: Mesh of the parameters.
-        whole_state: True if every device gets all of the state; else it stays where it lies.
+        replicate_state: True to copy the state to every device; otherwise it keeps its layout.
     """
 
     kernels: tuple[str, ...]
-    """Names of the kernels of layers that have a sharded form, tables of embeddings left out."""
-    tree: OwnTree
-    """The parameters' own tree."""
+    """Paths of the kernels of layers that have a sharded form, except for embedding tables."""
+    tree: ParamTree
+    """Converter between parameters by path and the tree that Flax gives an optimizer."""
     streamed = False
-    """True if the model has random streams of its own."""
+    """True if the model holds random streams."""
 
     def __init__(
-        self, arrays: Params, trained: Collection[str], loss: Loss, compute: Any, mesh: Mesh, *, whole_state: bool
+        self, arrays: Params, trained: Collection[str], loss: Loss, compute: Any, mesh: Mesh, *, replicate_state: bool
     ):
         self.params = {name: value.astype(jnp.float32) for name, value in arrays.items() if name in trained}
-        """Float32 parameters that are trained, by path."""
+        """Trained parameters in float32, by path."""
         self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
         self.dtypes: dict[str, Any] = {name: value.dtype for name, value in arrays.items()}
-        """Dtype of each parameter and of other state, as the model had it."""
+        """Original dtype of every parameter and state array, by path."""
         state = {
-            n: (value, P() if whole_state else spec_of_value(value)) for n, value in arrays.items() if n not in trained
+            n: (value, P() if replicate_state else spec_of_value(value))
+            for n, value in arrays.items()
+            if n not in trained
         }
         self.carried = {name: copied(value, NamedSharding(mesh, spec)) for name, (value, spec) in state.items()}
-        """State that is not trained and that calls may change, by path."""
-        self.compute, self.one_device_each = compute, one_device_each(mesh)
+        """Untrained state, which calls may change, by path."""
+        self.compute, self.unsharded = compute, unsharded(mesh)
         self._use(loss)
 
     def _use(self, loss: Loss) -> None:
@@ -97,37 +99,59 @@ class Apart(ABC):
 
     @property
     def split(self) -> bool:
-        """True if layers may have a sharded form; else parameters are gathered where the loss uses them."""
+        """True if layers may have a sharded form; otherwise parameters are gathered where the loss uses them."""
         return True
 
-    def exact(self) -> "Apart":
-        """Return the model with its loss in float32 wherever it names no dtype."""
-        own = copy(self)
-        own.compute = None
-        return own
+    def exact(self) -> "LossModel":
+        """Return a copy that computes in float32 where the model sets no dtype."""
+        model = copy(self)
+        model.compute = None
+        return model
 
-    def as_on_one_device(self) -> "Apart":
-        """Return the model with layers as Flax wrote them, which take statistics over `REPLICAS`."""
-        own = copy(self)
-        own.one_device_each = True
-        return own
+    def with_flax_layers(self) -> "LossModel":
+        """Return a copy that runs Flax's own layers in parts, with statistics over the axis `REPLICAS`."""
+        model = copy(self)
+        model.unsharded = True
+        return model
 
-    def with_loss(self, loss: Loss) -> "Apart":
-        """Return the model with another loss."""
-        own = copy(self)
-        own._use(loss)
-        return own
+    def with_loss(self, loss: Loss) -> "LossModel":
+        """Return a copy with another loss."""
+        model = copy(self)
+        model._use(loss)
+        return model
 
     def run(
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Way
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Strategy
     ) -> LossResult:
-        """Return the loss of some rows; `key` seeds random streams."""
-        return self._axes.call(partial(self.called, params, carried, key, rows, training, way))  # type: ignore[no-any-return]
+        """Compute the loss of some rows.
+
+        Args:
+            params: Parameters by path.
+            carried: State by path.
+            key: Seed of random streams; None in an evaluation.
+            rows: The rows, in the tree of the batch.
+            training: True for a training step, False for an evaluation.
+            way: How the loss runs.
+
+        Returns:
+            The loss, its metrics, and the state that the call has changed.
+        """
+        return self._axes.call(partial(self.compute_loss, params, carried, key, rows, training, way))  # type: ignore[no-any-return]
 
     def result(self, loss: Loss, model: Any, rows: Any, key: Any) -> tuple[jax.Array, Any]:
-        """Return a loss of a model, float32, and its numbers.
+        """Call the user's loss and check its results.
 
-        An evaluation has the same key for all rows. Raises ``UserError`` for results that cannot be averaged.
+        Args:
+            loss: The loss.
+            model: The model as the loss expects it.
+            rows: The rows.
+            key: Key of the rows; None in an evaluation, which uses one constant key for all rows.
+
+        Returns:
+            The loss as a float32 scalar, and its metrics.
+
+        Raises:
+            UserError: The results cannot be averaged.
         """
         result = loss(model, rows, *(((key_of(0) if key is None else key),) if self.keyed else ()))
         value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -139,52 +163,57 @@ class Apart(ABC):
         return jnp.asarray(value, jnp.float32), aux
 
     @abstractmethod
-    def called(
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
+    def compute_loss(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Strategy
     ) -> LossResult:
-        """Return the loss of some rows, with the axes bound that it names."""
+        """Compute the loss of some rows; the mapped axes that the model names are bound."""
 
     @abstractmethod
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
-        """Return the model as the user handed it in, with these parameters and this state."""
+        """Return the user's model with new parameters and state, in the structure and dtypes that it came with."""
 
 
 @contextmanager
 def fitting(batch: Any) -> Iterator[None]:
-    """Make a ``UserError`` of what a loss raises for values that do not fit: the batch's shapes, and the user's line.
+    """Turn errors that a user's loss raises on a batch it cannot handle into a ``UserError``.
 
-    What is no sign of a batch that does not fit stays as it is, as do errors outside of the loss.
+    Other exceptions, and errors outside the loss, pass through.
+
+    Raises:
+        UserError: The loss failed; the message has the batch's shapes and the user's source line.
     """
     try:
         yield
     except UserError:
         raise
     except (TypeError, ValueError, LookupError, AssertionError, FlaxError) as error:
+        # An error belongs to the loss only if it was raised below the call in `LossModel.result`.
         frames = extract_tb(error.__traceback__)
-        calls = [at for at, each in enumerate(frames) if (each.filename, each.name) == (__file__, "result")]
+        calls = [at for at, frame in enumerate(frames) if (frame.filename, frame.name) == (__file__, "result")]
         inside = frames[calls[-1] + 1 :] if calls else []
         if not inside:
             raise
-        last = [inside[0], *(each for each in inside if not each.filename.startswith(_NOT_THE_USERS))][-1]
+        # Point at the innermost line of user code: errors are mostly raised inside jax or Flax.
+        last = [inside[0], *(frame for frame in inside if not frame.filename.startswith(_NOT_THE_USERS))][-1]
         leaves = tree_leaves_with_path(values_of(batch))
         shown = ", ".join(f"{keystr(path)} {value.dtype}{[*value.shape]}".strip() for path, value in leaves)
         accepted = f"a batch for the loss, which in {Path(last.filename).name}, line {last.lineno}, raises"
         raise UserError("batch", shown, f"{accepted} {first_line(error)}") from error
 
 
-def one_device_each(mesh: Mesh) -> bool:
-    """True if a replica has one device, where its layers run as Flax wrote them."""
+def unsharded(mesh: Mesh) -> bool:
+    """Return whether every replica has a single device, so that Flax's own layers need no sharding."""
     return mesh.devices.size == mesh.shape["data"]
 
 
 def say_first(*lines: str) -> None:
-    """Print lines in the run's first process."""
+    """Print lines in the first process of the run."""
     if lines and jax.process_index() == 0:
         say("\n".join(lines))
 
 
 def takes_batch(loss: Loss) -> bool:
-    """True if a loss can be called with a model and a batch, and perhaps a key."""
+    """Return whether a loss can be called with a model and a batch, and optionally a key."""
     signature = inspect.signature(getattr(loss, "plain", loss))
     for count in (2, 3):
         try:
@@ -196,7 +225,11 @@ def takes_batch(loss: Loss) -> bool:
 
 
 def check_real(name: str, value: Any) -> None:
-    """Raise ``UserError`` for a parameter to be trained that float32 cannot hold."""
+    """Check that a trained parameter fits into the float32 in which updates are computed.
+
+    Raises:
+        UserError: It is complex or float64.
+    """
     kind = jnp.result_type(value)
     if jnp.issubdtype(kind, jnp.complexfloating) or kind == jnp.float64:
         accepted = "float32 or half precision, as all that is trained; a complex one as its real and imaginary parts"
@@ -204,16 +237,16 @@ def check_real(name: str, value: Any) -> None:
 
 
 def is_float(value: Any) -> bool:
-    """True if a value is of real floating-point numbers."""
+    """Return whether a value has a real floating-point dtype."""
     return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def in_dtype(value: Any, dtype: Any) -> Any:
-    """Return an array, or a shape, in another dtype."""
+    """Return an array, or a `ShapeDtypeStruct`, with another dtype."""
     return jax.ShapeDtypeStruct(value.shape, dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
 
 
 def spec_of_value(value: Any) -> P:
-    """Return the layout of an array, a dim each."""
+    """Return an array's PartitionSpec, padded to one entry per dimension."""
     spec = value.sharding.spec if isinstance(value.sharding, NamedSharding) else P()
     return P(*spec, *[None] * (value.ndim - len(spec)))

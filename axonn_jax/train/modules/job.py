@@ -1,4 +1,4 @@
-"""Job of any Flax model and its loss, for an `SpmdEngine`."""
+"""Job that trains any Flax model with a user's loss in an `SpmdEngine`."""
 
 from functools import partial
 from inspect import isfunction, signature
@@ -27,12 +27,12 @@ from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
-from axonn_jax.train.modules.apart import Apart, Loss, say_first, takes_batch
+from axonn_jax.train.modules.apart import Loss, LossModel, say_first, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
-from axonn_jax.train.modules.linen_tree import TreeApart
-from axonn_jax.train.modules.nnx_module import ModuleApart
+from axonn_jax.train.modules.linen_tree import LinenLossModel
+from axonn_jax.train.modules.nnx_module import NnxLossModel
 from axonn_jax.train.modules.numbers import Weight
-from axonn_jax.train.modules.own_tree import in_own_tree
+from axonn_jax.train.modules.own_tree import with_param_tree
 from axonn_jax.train.modules.program import LossProgram
 from axonn_jax.train.modules.proof import ROWS, Proof
 from axonn_jax.train.optimizer import check_elementwise, layers_once
@@ -52,14 +52,31 @@ def loss_job(
     memory: MemoryConfig,
     prune: PruneConfig,
 ) -> Job:
-    """Return the job of an NNX module, or of a tree of Linen parameters, that `loss` trains; nothing is compiled.
+    """Check a user's model, loss and optimizer, and return the job that trains them; nothing is compiled yet.
 
-    Raises ``UserError`` for a loss, a model or an optimizer that does not go with the others.
+    Args:
+        model: An NNX module, a function that builds one, or a tree of Linen parameters.
+        optimizer: The user's optimizer.
+        grid: Device grid.
+        loss: Function of (model, batch) or (model, batch, key).
+        weight: Function of a batch that returns the number of items its mean loss averages over; None counts rows.
+        rows: Whether the loss runs on parts of the rows.
+        wrt: Filter of the Variables that are trained.
+        microbatches: Number of microbatches of a step.
+        clip: Global norm to which gradients are clipped.
+        memory: Memory configuration.
+        prune: Pruning configuration.
+
+    Returns:
+        The job, with parameters copied onto the grid.
+
+    Raises:
+        UserError: The loss, the model and the optimizer do not fit each other or the configuration.
     """
     _check(loss, weight, rows, wrt, microbatches)
     _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
-    apart: Apart
+    loss_model: LossModel
     if isfunction(model) or isinstance(model, partial):
         model = parallelize(model, grid)
     if isinstance(model, nnx.Module):
@@ -71,41 +88,42 @@ def loss_job(
                 raise UserError("model", lies, f"the grid's, {grid.shape}")
         if grid.shape.devices > 1 and not plans:
             model = parallelize(model, grid)
-        apart = ModuleApart(model, loss, wrt, compute, grid.mesh)
+        loss_model = NnxLossModel(model, loss, wrt, compute, grid.mesh)
     else:
         _check_tree(model)
         if wrt is not nnx.Param:
             raise UserError("wrt", wrt, "nnx.Param with a tree of parameters")
-        apart = TreeApart(model, loss, compute, grid.mesh)
-    if not apart.params:
+        loss_model = LinenLossModel(model, loss, compute, grid.mesh)
+    if not loss_model.params:
         raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")
-    for dtype in sorted({str(apart.dtypes[name]) for name in apart.params} - {"float32"}):
+    for dtype in sorted({str(loss_model.dtypes[name]) for name in loss_model.params} - {"float32"}):
         say_first(f"model: parameters of {dtype} are updated in float32, and rounded where the loss reads them")
     check_optimizer_type(optimizer)
-    optimizer = in_own_tree(optimizer, apart.tree)
-    check_update(optimizer, apart.params)
+    optimizer = with_param_tree(optimizer, loss_model.tree)
+    check_update(optimizer, loss_model.params)
     if offloads:
-        check_offload(optimizer, "memory.offload = optimizer", layers_once(apart.params))
-    check_elementwise(optimizer, apart.params, prune)
-    if prune.prunes and not apart.kernels:
+        check_offload(optimizer, "memory.offload = optimizer", layers_once(loss_model.params))
+    check_elementwise(optimizer, loss_model.params, prune)
+    if prune.prunes and not loss_model.kernels:
         accepted = "1 where no layer with a kernel is known: no nnx.Linear or the like, no loss of ax.parallelize_linen"
         raise UserError("prune.density", prune.density, accepted)
-    # Steps use arrays up, the user's stay.
-    params = {n: copied(value, NamedSharding(grid.mesh, apart.specs[n])) for n, value in apart.params.items()}
-    carried = apart.carried
+    # Training steps donate their parameters, so copy the user's arrays.
+    params = {n: copied(value, NamedSharding(grid.mesh, loss_model.specs[n])) for n, value in loss_model.params.items()}
+    carried = loss_model.carried
     state: Any = shapes(carried)
-    parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, state)))
-    apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
+    parts = shapes_of(SplitModule(params, loss_model.specs, lambda params: loss_model.restored(params, state)))
+    # Keep shapes only: the job outlives this function in its closures, and would hold a second copy of all arrays.
+    loss_model.params, loss_model.carried = parts.params, state
 
     def program(forms: PrunedLayout | None, dtypes: Precisions, **options: Any) -> LossProgram:
-        given = {"model": apart, "weight": weight, "forms": forms, "carried": state}
-        return LossProgram(parts, grid, dtypes, memory, **given, **options)
+        kwargs = {"model": loss_model, "weight": weight, "forms": forms, "carried": state}
+        return LossProgram(parts, grid, dtypes, memory, **kwargs, **options)
 
     def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
         zero, _, dtypes = masters(memory, grid, apart=forms is not None)
-        made = program(forms, dtypes, zero=zero, way=proof.way, asked=rows == "parts")
+        loss_program = program(forms, dtypes, zero=zero, way=proof.way, user_selected=rows == "parts")
         separate = dtypes.master_weights or zero or offloads or forms is not None
-        return unstacked(parts), made, TrainStep(made, optimizer, clip, separate)
+        return unstacked(parts), loss_program, TrainStep(loss_program, optimizer, clip, separate)
 
     batches = TreeBatches(grid, microbatches)
     proof = Proof(rows, program(None, dtypes), batches)
@@ -114,10 +132,10 @@ def loss_job(
         optimizer,
         build,
         batches,
-        apart.draws,
+        loss_model.draws,
         owned=True,
-        merge=apart.restored,
-        chooser=Pruner(prune, apart.kernels, apart.specs, grid.mesh) if prune.prunes else None,
+        merge=loss_model.restored,
+        chooser=Pruner(prune, loss_model.kernels, loss_model.specs, grid.mesh) if prune.prunes else None,
         formed=not prune.later,
         carried=carried,
         row_choice=proof,
@@ -132,7 +150,11 @@ def _check_tree(tree: Any) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise ``UserError`` for what is no loss."""
+    """Check that a loss is a function that can be called with a model and a batch.
+
+    Raises:
+        UserError: It cannot.
+    """
     if not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
     if isinstance(loss, nnx.Module):

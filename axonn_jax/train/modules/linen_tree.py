@@ -1,4 +1,4 @@
-"""Parameters of a Linen model, in a tree, taken apart."""
+"""Linen models, given as a tree of parameters, as pure functions."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,28 +18,29 @@ from axonn_jax.tensor.params import Params
 from axonn_jax.train.modules.apart import (
     REPLICAS,
     ROW_AXES,
-    Apart,
     Loss,
+    LossModel,
     LossResult,
-    Way,
+    Strategy,
     check_real,
     in_dtype,
     is_float,
     say_first,
 )
-from axonn_jax.train.modules.own_tree import GivenTree
+from axonn_jax.train.modules.own_tree import LinenTree
 
 
-class TreeApart(Apart):
-    """Parameters of a Linen model, in a tree, taken apart.
+class LinenLossModel(LossModel):
+    """A Linen model, as a tree of parameters, and its loss.
 
-    A tree with "params" at its root holds collections: the others are state, which a call changes by returning
-    collections of these names among its numbers.
+    A tree with "params" at its root holds collections. The other collections are state, which a loss updates by
+    returning collections of the same names among its metrics.
 
     Args:
-        tree: Parameters on the mesh, as `parallelize_linen` returns them.
-        loss: Its loss, as `parallelize_linen` returns it, or any other, for which parameters are spread over the mesh.
-        compute: Dtype of the computation wherever a module names none; None leaves it to the modules.
+        tree: Parameters on the mesh, as returned by `parallelize_linen`.
+        loss: Loss returned by `parallelize_linen`, or any other, for which parameters are sharded over the mesh and
+            gathered where it uses them.
+        compute: Dtype of the computation where a module sets none; None leaves it to the modules.
         mesh: Mesh of the parameters.
     """
 
@@ -52,51 +53,50 @@ class TreeApart(Apart):
         for name, value in of_params.items():
             check_real(name, value)
         trained = {name for name, value in of_params.items() if is_float(value)}
-        super().__init__(arrays, trained, loss, compute, mesh, whole_state=True)
+        super().__init__(arrays, trained, loss, compute, mesh, replicate_state=True)
         if not self.split:
             stored = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
             for name, spec in further_layouts(stored, mesh).items():
                 self.specs[name] = P(*spec, *[None] * (self.params[name].ndim - len(spec)))
         entries = loss.entries if isinstance(loss, LinenLoss) else ()
         split = [(entry.path, entry.plan.of) for entry in entries if entry.plan.sharded]
-        named = (f"{path}.{of.name}" for path, of in split if isinstance(of, Kernel) and of.name != "embedding")
-        self.kernels = tuple(name for name in named if name in self.params)
+        candidates = (f"{path}.{of.name}" for path, of in split if isinstance(of, Kernel) and of.name != "embedding")
+        self.kernels = tuple(name for name in candidates if name in self.params)
         names, structure = self._names, self._tree
-        if self._collections:  # an optimizer has the tree of "params" alone
+        if self._collections:  # Flax's TrainState gives an optimizer the collection "params" alone
             names = [name for name in names if name.split(".")[0] == "params"]
             structure = jax.tree.structure(tree["params"])
-        self.tree = GivenTree(structure, names, frozenset(self.params))
+        self.tree = LinenTree(structure, names, frozenset(self.params))
 
     @property
     def split(self) -> bool:  # noqa: D102
         return isinstance(self.loss, LinenLoss)
 
-    def called(  # noqa: D102
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Way
+    def compute_loss(  # noqa: D102
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Strategy
     ) -> LossResult:
-        if self.keyed and not training:  # said once, when traced
+        if self.keyed and not training:  # printed once, because this runs while tracing
             say_first("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
         tree, function = self.restored(params, carried), self._loss(way)
-        if isinstance(function, LinenLoss) and not self.one_device_each:
+        if isinstance(function, LinenLoss) and not self.unsharded:
             tree = function.gather_spread(tree)
         loss, aux = self.result(function, tree, rows, key)
         changed: dict[str, jax.Array] = {}
-        if isinstance(aux, Mapping) and (given := self._collections & set(aux)):
-            leaves, _ = tree_flatten_with_path({name: aux[name] for name in given})
-            named = {keystr(path, simple=True, separator="."): value for path, value in leaves}
-            if strange := [name for name in named if name not in carried]:
+        if isinstance(aux, Mapping) and (returned := self._collections & set(aux)):
+            leaves, _ = tree_flatten_with_path({name: aux[name] for name in returned})
+            new_state = {keystr(path, simple=True, separator="."): value for path, value in leaves}
+            if strange := [name for name in new_state if name not in carried]:
                 accepted = f"state under the names that it has, as {next(iter(carried), 'none')}"
                 raise UserError("loss", f"{strange[0]} among its numbers", accepted)
-            changed = {name: value.astype(carried[name].dtype) for name, value in named.items()}
-            aux = {name: value for name, value in aux.items() if name not in given}
+            changed = {name: value.astype(carried[name].dtype) for name, value in new_state.items()}
+            aux = {name: value for name, value in aux.items() if name not in returned}
         return LossResult(loss, aux, changed)
 
-    def _loss(self, way: Way) -> Loss:
-        """Return the loss of parameters that runs in a way."""
+    def _loss(self, way: Strategy) -> Loss:
         loss, compute = self.loss, self.compute
         if isinstance(loss, LinenLoss) and way != "xla":
             split = loss if compute is None else loss.with_dtype(compute)
-            axes = () if self.one_device_each else ROW_AXES
+            axes = () if self.unsharded else ROW_AXES
             return split if way == "whole" else split.with_row_axes(axes, REPLICAS)
         plain = getattr(loss, "plain", loss)
         return plain if compute is None else partial(_computed_in, plain, compute)
@@ -106,6 +106,6 @@ class TreeApart(Apart):
         return jax.tree.unflatten(self._tree, [in_dtype(values[name], self.dtypes[name]) for name in self._names])
 
 
-def _computed_in(loss: Loss, dtype: Any, tree: Any, *given: Any) -> Any:
-    """Call a loss with its parameters in another dtype."""
-    return loss(jax.tree.map(lambda value: value.astype(dtype) if is_float(value) else value, tree), *given)
+def _computed_in(loss: Loss, dtype: Any, tree: Any, *args: Any) -> Any:
+    """Call a loss with its floating-point parameters in another dtype."""
+    return loss(jax.tree.map(lambda value: value.astype(dtype) if is_float(value) else value, tree), *args)

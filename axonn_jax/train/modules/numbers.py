@@ -1,4 +1,4 @@
-"""Numbers beside a loss, and parts of their means and totals."""
+"""Metrics that a loss returns, and their combination over parts of a batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from axonn_jax.errors import UserError
 from axonn_jax.train.engines.engine import mean_by_count
 
 Weight = Callable[[Any], Any]
-"""Function of a batch -> what its mean loss counts."""
+"""Function of a batch that returns the number of items its mean loss averages over."""
 
 
 @register_dataclass
 @dataclass(frozen=True)
 class Total:
-    """A number beside a loss that adds up over the rows."""
+    """A metric that adds up over the rows."""
 
     value: Any
 
@@ -34,9 +34,19 @@ def total(value: Any) -> Total:
 
 
 def part_weights(weight: Weight | None, batch_of: Callable[[Any], Any], rows: list[jax.Array], parts: int) -> jax.Array:
-    """Return what the mean loss of each part counts, by `weight` of its batch or else its rows.
+    """Return the number of items that the mean loss of every part averages over.
 
-    Parts are in the first `parts` dims of `rows`. Raises ``UserError`` for a weight that is no number.
+    Args:
+        weight: Function of a part's batch; None counts its rows.
+        batch_of: Function from a part's rows to its batch.
+        rows: Arrays whose first `parts` axes index the parts.
+        parts: Number of axes that index parts.
+
+    Returns:
+        Float32 weights, shaped like the axes of the parts.
+
+    Raises:
+        UserError: `weight` returns something other than a scalar.
     """
     if weight is None:
         return jnp.full(rows[0].shape[:parts], rows[0].shape[parts], jnp.float32)
@@ -53,40 +63,55 @@ def part_weights(weight: Weight | None, batch_of: Callable[[Any], Any], rows: li
 
 
 def means(results: Sequence[tuple[Any, Any, Any]]) -> tuple[float, Any]:
-    """Return the mean loss, and the means or totals of the numbers beside it, of evaluations (loss, count, numbers).
+    """Combine the results of several batches of an evaluation.
 
-    Raises ``UserError`` where nothing counts.
+    Args:
+        results: For every batch, its mean loss, the number of items it averages over, and its metrics.
+
+    Returns:
+        The mean loss, and the mean or the total of every metric.
+
+    Raises:
+        UserError: The counts add up to 0.
     """
     counts = [float(count) for _, count, _ in results]
 
     def mean(*values: Any) -> float:
         if is_total(values[0]):
-            return sum(float(each.value) for each in values)
+            return sum(float(result.value) for result in values)
         return mean_by_count(values, counts)
 
-    numbers = [each for _, _, each in results]
+    numbers = [result for _, _, result in results]
     return mean(*(loss for loss, _, _ in results)), jax.tree.map(mean, *numbers, is_leaf=is_total)
 
 
 def is_total(leaf: Any) -> bool:
-    """True if a node of the numbers beside a loss is marked by `total`."""
+    """Return whether a node of a tree of metrics is marked by `total`."""
     return isinstance(leaf, Total)
 
 
 def averaged(share: Any, aux: Any) -> Any:
-    """Return the numbers' parts of their means and totals; raises ``UserError`` for what is no number."""
+    """Return a part's contribution to every metric of the batch.
+
+    Args:
+        share: The part's share of a mean.
+        aux: Metrics of the part.
+
+    Raises:
+        UserError: A metric is not a scalar.
+    """
     return jax.tree.map(partial(_number, share), aux, is_leaf=is_total)
 
 
-def _number(share: Any, given: Any) -> Any:
-    value = given.value if isinstance(given, Total) else given
+def _number(share: Any, leaf: Any) -> Any:
+    value = leaf.value if isinstance(leaf, Total) else leaf
     if jnp.shape(value) != ():
         accepted = "numbers, averaged as the loss is: take a mean over the rows, or ax.total(sum)"
         raise UserError("loss", f"an array of shape {jnp.shape(value)} beside the loss", accepted)
     number = jnp.asarray(value, jnp.float32)
-    return Total(number) if isinstance(given, Total) else share_of(number, share)
+    return Total(number) if isinstance(leaf, Total) else share_of(number, share)
 
 
 def share_of(value: jax.Array, share: jax.Array) -> jax.Array:
-    """Return a part's share of a mean: 0 where nothing in the part counts, whatever its value."""
+    """Return a part's contribution to a mean: 0 for a part without items, whose mean may be NaN."""
     return jnp.where(share != 0, value * share, 0)
