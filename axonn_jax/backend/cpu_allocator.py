@@ -1,6 +1,6 @@
-"""Memory of the CPU backend: freed memory is kept for the next step, and given back where room is needed.
+"""Control of glibc's allocator under the CPU backend: keep freed memory for the next step, and release it on demand.
 
-XLA's CPU backend allocates all temporaries of a program anew at each execution, from glibc's malloc.
+XLA's CPU backend allocates all temporaries of a program with malloc on every execution.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ import jax
 from axonn_jax.backend.traits import computes_on_cores
 
 _SETTINGS = {-8: 1, -4: 0, -1: -1, -2: 64 << 20}.items()
-"""Settings of mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
+"""Parameters of mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 _MADV_HUGEPAGE, _HUGE_PAGE, _HUGE_REGION = 14, 2 << 20, 2 << 30
 _HEADER, _GRAIN, _SPARE = 8, 16, 64 + 32
-"""Bytes of glibc's header before a block, and of its unit of sizes; then XLA's alignment and a smallest block."""
+"""Bytes of glibc's block header and of its size granularity; then of XLA's alignment and a smallest block."""
 WORTH_IT = 256_000_000
-"""Bytes of temporaries on a device below which nothing is done: such a step is short, and so is the waste of 1 ms."""
+"""Bytes of temporaries per device below which waiting, which takes about 1 ms, does not pay off."""
 _POLL_S, _GROWTH_POLL_S = 0.0005, 0.02
 _LONGEST_S = 0.25
-"""Limit of a wait for temporaries, far above the 20 ms seen on busy cores; beyond it something else has grown."""
+"""Longest wait for temporaries, far above the 20 ms seen on busy cores; beyond it, something else has grown."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -33,10 +33,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc, where it is the allocator, to keep freed memory. Call before jax or MPI starts threads.
+    """Make glibc, if it is the allocator, keep freed memory; call before jax or MPI starts threads.
 
-    Else large blocks are unmapped when freed, and every step pays a page fault for each 4 KiB it touches: a quarter of
-    its time. An earlier thread may have its own arena, in which blocks above 64 MiB stay mapped.
+    By default large blocks are unmapped when freed, and page faults for every 4 KiB touched take a quarter of a step's
+    time. Threads that started earlier may have arenas of their own, in which blocks above 64 MiB are still mapped.
     """
     if can_give_back():
         for parameter, value in _SETTINGS:
@@ -45,49 +45,59 @@ def keep_freed_memory() -> None:
 
 
 def can_give_back() -> bool:
-    """Return True if the allocator can be told to keep freed memory: glibc's can."""
+    """Return whether the allocator is glibc's, which can be configured to keep freed memory."""
     return platform.libc_ver()[0] == "glibc"
 
 
 def give_back_freed_memory() -> None:
-    """Return all freed memory to the kernel; between two steps it costs the next one the faults of its temporaries."""
+    """Return all freed memory to the kernel; the next step then pays page faults for its temporaries."""
     if can_give_back():
         _libc().malloc_trim(0)
-        _ask_for_huge_pages()  # for the heap's new end
+        _ask_for_huge_pages()  # the trim has moved the end of the heap
 
 
 def in_use() -> int | None:
-    """Bytes that this process has allocated and not freed; None where the allocator cannot tell (glibc since 2.33)."""
+    """Return the bytes that are allocated and not freed; None if the allocator cannot tell (glibc can since 2.33)."""
     info = _mallinfo2()
     return None if info is None else int(info.uordblks + info.hblkhd)
 
 
 def resident() -> int:
-    """Bytes of this process in memory (Linux)."""
+    """Return the resident set size of this process in bytes (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def block_addresses(size: int, count: int) -> list[int]:
-    """Addresses of `count` blocks of `size` bytes if XLA took them now; nothing is touched or kept.
+    """Return the addresses that XLA would get for `count` blocks of `size` bytes, by allocating and freeing them.
 
-    Empty where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or unknown.
+    Pages are not touched. The list is empty if addresses are unknown, or if malloc maps every block separately (without
+    `keep_freed_memory`).
+
+    Args:
+        size: Bytes of a block.
+        count: Number of blocks.
     """
-    libc, before = _libc(), _mallinfo2()
+    libc, old_info = _libc(), _mallinfo2()
     padded = -(-(size + _HEADER) // _GRAIN) * _GRAIN + _SPARE
     blocks = [libc.malloc(padded) for _ in range(count)]
-    after = _mallinfo2()
+    new_info = _mallinfo2()
     for block in blocks:
         libc.free(block)
-    kept = before is not None and after is not None and before.hblks == after.hblks
-    return sorted(block or 0 for block in blocks) if kept else []
+    on_heap = old_info is not None and new_info is not None and old_info.hblks == new_info.hblks
+    return sorted(block or 0 for block in blocks) if on_heap else []
 
 
 class TemporariesInPlace:
-    """Wait for the temporaries of a program's last run to be free, so that the next run's take their place.
+    """Waits until a program's temporaries are freed, so that those of its next run reuse the same memory.
 
-    The backend reports a program as done some milliseconds before it frees its temporaries, one block. The next run's
-    would lie beside them, in pages never touched before: the step takes up to twice as long, and the old block stays.
-    Where the block moves all the same (glibc may keep its cuttings), free memory is given back first.
+    The backend reports a program as done some milliseconds before it frees its temporaries, a single block. If the next
+    run started earlier, its block would lie in untouched pages next to the old one: the step would take up to twice as
+    long, and the process would keep both. If the block moves nevertheless, because glibc holds remainders of it, free
+    memory is returned to the kernel first.
+
+    Args:
+        program: The compiled program.
+        mesh: Mesh of its devices.
     """
 
     def __init__(self, program: jax.stages.Compiled, mesh: jax.sharding.Mesh):
@@ -95,11 +105,15 @@ class TemporariesInPlace:
         analysis: Any = program.memory_analysis()
         self._size = int(analysis.temp_size_in_bytes) if on_cores else 0
         self._count = len(mesh.local_devices)
-        self._before: int | None = None
+        self._baseline: int | None = None
         self._addresses: list[int] = []
 
     def wait(self, last: Any) -> None:
-        """Wait before a run for `last`, the results of the run before (None for the first run), and for its memory."""
+        """Wait for the previous run and its memory.
+
+        Args:
+            last: Results of the previous run; None before the first.
+        """
         if self._size < WORTH_IT:
             return
         if last is not None:
@@ -107,19 +121,23 @@ class TemporariesInPlace:
         used, end = in_use(), time.monotonic() + _LONGEST_S
         if used is None:
             return
-        while self._before is not None and used > self._before + self._size // 2 and time.monotonic() < end:
+        # Half a block tells a block that is still allocated from small allocations that have come and gone.
+        while self._baseline is not None and used > self._baseline + self._size // 2 and time.monotonic() < end:
             time.sleep(_POLL_S)
             used = in_use() or 0
         addresses = block_addresses(self._size, self._count)
         if any(abs(old - new) > self._size // 8 for old, new in zip(self._addresses, addresses, strict=False)):
             give_back_freed_memory()
-        self._before, self._addresses = used, addresses
+        self._baseline, self._addresses = used, addresses
 
 
 class GrowthLimit:
-    """Thread that gives freed memory back whenever the process has grown by more than `margin` bytes.
+    """Thread that returns freed memory to the kernel whenever the process has grown by more than a margin.
 
-    For work beside a step: the programs of a pipeline, an evaluation, an offloaded update.
+    It is for work next to a step: the programs of a pipeline, an evaluation, an offloaded update.
+
+    Args:
+        margin: Bytes of growth.
     """
 
     def __init__(self, margin: int):
@@ -129,7 +147,7 @@ class GrowthLimit:
             self._thread.start()
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop the thread."""
         self._closed.set()
         if can_give_back():
             self._thread.join()
@@ -139,7 +157,7 @@ class GrowthLimit:
         while not self._closed.wait(_GROWTH_POLL_S):
             if resident() > allowed:
                 give_back_freed_memory()
-                allowed = max(allowed, resident() + self._margin)  # remaining blocks are in use
+                allowed = max(allowed, resident() + self._margin)  # what could not be returned is in use
 
 
 def _libc() -> Any:
@@ -158,9 +176,9 @@ def _mallinfo2() -> _Mallinfo2 | None:
 
 
 def _ask_for_huge_pages() -> None:
-    """Let the heap's next 2 GiB come in huge pages where the kernel grants them: two ranks ran 5 % faster each."""
+    """Request huge pages for the next 2 GiB of the heap; with two ranks, each ran 5 % faster."""
     libc = _libc()
-    if (block := libc.malloc(_HUGE_REGION)) is not None:  # else, a limit on address space, small pages it is
+    if (block := libc.malloc(_HUGE_REGION)) is not None:  # under a limit on address space, stay with small pages
         start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
         libc.madvise(start, (block + _HUGE_REGION - start) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
-        libc.free(block)  # as nothing is trimmed, it is what grows next
+        libc.free(block)  # without trimming it becomes the end of the heap, which grows next

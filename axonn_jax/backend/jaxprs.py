@@ -1,4 +1,4 @@
-"""Equations of traced programs, those of inner programs included, and values carried through them."""
+"""Iteration over the equations of traced programs and their inner programs, and forward dataflow through them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ Value = TypeVar("Value")
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
-    """Return the jaxprs run by an equation."""
+    """Yield the jaxprs that an equation runs."""
     for param in eqn.params.values():
-        for each in param if isinstance(param, tuple | list) else (param,):
-            inner = getattr(each, "jaxpr", each)
+        for value in param if isinstance(param, tuple | list) else (param,):
+            inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield inner
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Return the equations of a jaxpr and of all jaxprs that it runs."""
+    """Yield the equations of a jaxpr and, recursively, of all jaxprs that it runs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in bodies(eqn):
@@ -26,45 +26,57 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def same_body(eqn: Any) -> Any | None:
-    """Return the body of an equation (jit, remat, scan, a custom derivative) that takes and gives the same values."""
+    """Return the body of an equation whose inputs and results are the equation's own, if any.
+
+    Among these equations are jit, remat, scan and custom derivatives.
+    """
     sizes = (len(eqn.invars), len(eqn.outvars))
     return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
 
 
 def scan_sizes(eqn: Any, body: Any) -> tuple[int, int]:
-    """Return the numbers of a scan's constants and of its carried values, which its body has in the same shape.
+    """Return the numbers of a scan's constants and of its carried values.
 
-    Its other inputs and results are stacks, of which the body has slices. Parameters of the equation that say the same
-    have other names from one jax to the next.
+    Args:
+        eqn: The scan.
+        body: Its body.
     """
 
-    def alike(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    # Count inputs and results of equal rank: the body sees stacks as slices. The equation's parameters hold the same
+    # numbers, but under names that change between jax versions.
+    def same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
         return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
 
-    carried = alike(eqn.outvars, body.outvars)
-    return alike(eqn.invars, body.invars) - carried, carried
+    carried = same_rank(eqn.outvars, body.outvars)
+    return same_rank(eqn.invars, body.invars) - carried, carried
 
 
 def follow(
-    jaxpr: Any, arrive: Sequence[Value], nothing: Value, through: Callable[[Any, list[Value]], Sequence[Value]]
+    jaxpr: Any, inputs: Sequence[Value], default: Value, transfer: Callable[[Any, list[Value]], Sequence[Value]]
 ) -> list[Value]:
-    """Carry a value for each variable through a jaxpr's equations, and return the results' values.
+    """Propagate a value per variable forward through a jaxpr.
 
-    `through` gives those of an equation's results, of the equation and its inputs' values; literals and constants have
-    `nothing`.
+    Args:
+        jaxpr: The program.
+        inputs: Values of its inputs.
+        default: Value of literals and constants.
+        transfer: Function from an equation and the values of its inputs to the values of its results.
+
+    Returns:
+        Values of the program's results.
     """
-    known = dict(zip(jaxpr.invars, arrive, strict=True))
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(var: Any) -> Value:
-        return nothing if hasattr(var, "val") else known.get(var, nothing)  # a literal is not hashable
+    def read(var: Any) -> Value:
+        return default if hasattr(var, "val") else env.get(var, default)  # a literal is not hashable
 
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, through(eqn, [of(var) for var in eqn.invars]), strict=True))
-    return [of(var) for var in jaxpr.outvars]
+        env.update(zip(eqn.outvars, transfer(eqn, [read(var) for var in eqn.invars]), strict=True))
+    return [read(var) for var in jaxpr.outvars]
 
 
 def users_line(eqn: Any) -> str:
-    """Return the file and line of a user's program that an equation comes from; "" where it is a library's."""
+    """Return the file and line of user code that an equation comes from; "" if there is only library code."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
@@ -73,4 +85,4 @@ def users_line(eqn: Any) -> str:
 
 
 _LIBRARIES = (str(Path(__file__).parents[1]), get_path("stdlib"), get_path("purelib"))
-"""Beginnings of the names of files that a user did not write."""
+"""Path prefixes of library code, as opposed to the user's."""

@@ -1,6 +1,6 @@
-"""Sums over products of three numbers, of which jaxlib 0.10.2 gets some wrong on CPUs, compiled so that they are right.
+"""Workaround for sums over matmuls of inner size 3, some of which jaxlib 0.10.2 miscompiles on CPUs.
 
-In a product [3, 3] @ [3, columns] with a sum over the rows in the same kernel, columns behind the 32,768th are wrong.
+If a matmul [3, 3] @ [3, columns] and a sum over its rows share a kernel, columns beyond the 32,768th are wrong.
 """
 
 import functools
@@ -17,43 +17,48 @@ from axonn_jax.backend.jaxprs import equations
 from axonn_jax.backend.traits import computes_on_cores
 
 _CONTRACTED, _RIGHT = 3, 32_768
-_APART = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-"""Products in kernels of their own, without the sum behind them."""
+_UNFUSED_DOT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+"""Compiler options that put matmuls into separate kernels, without the sums that read them."""
 
 
 def product_options(jaxpr: Any) -> dict[str, Any]:
-    """XLA's compiler options of a traced program: none unless it has such products and this XLA gets them wrong."""
-    return known_options(_APART) if any(map(_at_risk, equations(jaxpr))) and sums_are_wrong() else {}
+    """Return the compiler options that a traced program needs, empty if it is not affected.
+
+    Args:
+        jaxpr: The program.
+    """
+    # Check the program before the backend: the check of the backend compiles and runs one itself.
+    return known_options(_UNFUSED_DOT) if any(map(_at_risk, equations(jaxpr))) and sums_are_wrong() else {}
 
 
 def compile_traced(traced: Any) -> jax.stages.Compiled:
-    """Return a traced program, compiled with its `product_options`."""
+    """Compile a traced program with the `product_options` that it needs."""
     return traced.lower().compile(product_options(traced.jaxpr.jaxpr) or None)  # type: ignore[no-any-return]
 
 
-def jitted(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """Return `jax.jit(f, **how)`, each program of which has its `product_options`."""
-    plain = jax.jit(f, **how)
-    chosen = dict[Hashable, Callable[..., Any]]()
+def jitted(f: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+    """Return `jax.jit(f, **jit_options)` with the `product_options` that each of its programs needs."""
+    plain = jax.jit(f, **jit_options)
+    compiled = dict[Hashable, Callable[..., Any]]()
 
-    def run(*given: Any) -> Any:
-        if (form := form_of(given)) not in chosen:
-            options = product_options(plain.trace(*given).jaxpr.jaxpr)
-            chosen[form] = jax.jit(f, compiler_options=options, **how) if options else plain
-        return chosen[form](*given)
+    def run(*args: Any) -> Any:
+        if (form := form_of(args)) not in compiled:
+            options = product_options(plain.trace(*args).jaxpr.jaxpr)
+            compiled[form] = jax.jit(f, compiler_options=options, **jit_options) if options else plain
+        return compiled[form](*args)
 
     return run
 
 
-def form_of(given: Any) -> Hashable:
-    """Return the structure, shapes and types of arrays, for each of which there is one program."""
-    leaves, structure = jax.tree.flatten(given)
+def form_of(args: Any) -> Hashable:
+    """Return the structure, shapes and dtypes of a tree of arrays, which identify a compiled program."""
+    leaves, structure = jax.tree.flatten(args)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 @functools.cache
 def sums_are_wrong() -> bool:
-    """True if a sum of squares over such products is wrong, found by computing one in 0.1 s."""
+    """Return whether the backend miscompiles these sums, found by computing one in 0.1 s."""
     if not computes_on_cores(jax.default_backend()):
         return False
     rows, unit = np.zeros((_RIGHT + 1, _CONTRACTED), np.float32), np.eye(_CONTRACTED, dtype=np.float32)
@@ -63,7 +68,7 @@ def sums_are_wrong() -> bool:
 
 
 def _at_risk(eqn: Any) -> bool:
-    """True for a matrix product over three numbers with more results than XLA gets right."""
+    """Return whether an equation is a matmul of inner size 3, with more results than are computed correctly."""
     if eqn.primitive.name != "dot_general":
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]

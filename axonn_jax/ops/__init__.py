@@ -1,1 +1,1 @@
-"""Operations of a layer on one device: declared once by the layer, read by every cost model; no jax."""
+"""Declarations of the operations that layers run on one device, the single source of all cost models; no jax."""

@@ -1,4 +1,4 @@
-"""Costs of declared layers: collectives, parameters, FLOPs, kept activations; each one loop over the declaration."""
+"""Costs of declared layers: collectives, parameters, FLOPs and saved activations."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,55 +10,61 @@ from axonn_jax.options import Activations, ReshardAfter
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 Row = tuple[str, Phase, Kind, Axes, int, int]
-"""Name, phase, kind, mesh axes, bytes of the whole buffer, runs in a step."""
+"""Name, phase, kind, mesh axes, bytes of the full buffer, runs per step."""
 
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """The way in which a training step runs its layers."""
+    """How a training step runs its layers."""
 
     microbatches: int = 1
-    """Parts of the batch, run one after the other."""
+    """Number of microbatches, which run one after the other."""
     activations: Activations = "none"
-    """Activation policy; `full`, `dots` and `offload` communicate the same, `save_collectives` only gathers again."""
+    """Activation policy. `full`, `dots` and `offload` communicate the same; under `save_collectives`, recomputation
+    repeats only gathers of weights."""
     reshard_after: ReshardAfter = "forward"
-    """When gathered weights are let go: after `forward` they are gathered again in recomputation."""
+    """When gathered weights are freed; if after `forward`, recomputation gathers them again."""
     scanned: bool = False
-    """True if blocks are the body of a loop (`tensor.scan_layers`): each microbatch gathers their weights again."""
+    """True if blocks are the body of a loop (`tensor.scan_layers`), so that every microbatch gathers their weights."""
     gradient_item: int = FLOAT32
-    """Bytes of an element of a gradient reduced over `z`."""
+    """Bytes per element of gradients that are reduced over `z`."""
     density: float = 1.0
-    """Trained share of the entries of prunable parameters; slots to spare are left out."""
+    """Trained fraction of the entries of prunable parameters, not counting spare slots."""
 
     @property
     def once(self) -> bool:
-        """True if weights are gathered, and sums of gradients reduce-scattered over `z`, once a step."""
+        """True if weights are gathered, and accumulated gradients reduce-scattered over `z`, once per step."""
         return self.reshard_after == "step" and self.microbatches > 1
 
 
 def collectives(layers: Iterable[Layer], policy: StepPolicy) -> Iterator[Row]:
-    """Yield every collective of a step before the update, in the order of the declaration."""
+    """Yield every collective of a step up to the update, in the order of the declaration.
+
+    Args:
+        layers: The model's layers.
+        policy: How the step runs.
+    """
     for layer in layers:
         for chain in layer.chains:
-            again = len(chain.repeated()) if layer.in_block and policy.activations != "none" else 0
+            recomputed = len(chain.repeated()) if layer.in_block and policy.activations != "none" else 0
             for at, op in enumerate(chain.ops):
                 if isinstance(op, Collective):
-                    yield from _runs(op, layer, policy, repeated=at < again)
+                    yield from _runs(op, layer, policy, repeated=at < recomputed)
 
 
 def _runs(op: Collective, layer: Layer, policy: StepPolicy, *, repeated: bool) -> Iterator[Row]:
-    each = layer.count * policy.microbatches
+    runs = layer.count * policy.microbatches
     weight, looped = op.weight_itemsize > 0, policy.scanned and layer.in_block and not policy.once
     if op.forward:
         # XLA hoists a weight's gather out of the loop over microbatches, but not out of the scan over layers.
-        yield op.name, "forward", op.forward, op.axes, op.buffer, layer.count if weight and not looped else each
-        kept = policy.reshard_after != "forward" if weight else policy.activations == "save_collectives"
-        if op.always_repeated or (repeated and not kept):
-            yield op.name, "recompute", op.forward, op.axes, op.buffer, each
+        yield op.name, "forward", op.forward, op.axes, op.buffer, layer.count if weight and not looped else runs
+        resident = policy.reshard_after != "forward" if weight else policy.activations == "save_collectives"
+        if op.always_repeated or (repeated and not resident):
+            yield op.name, "recompute", op.forward, op.axes, op.buffer, runs
     if op.backward:
         buffer = op.buffer if op.backward_buffer is None else op.backward_buffer
         buffer = buffer // op.weight_itemsize * policy.gradient_item if weight else buffer
-        yield op.name, "backward", op.backward, op.axes, buffer, layer.count if weight and policy.once else each
+        yield op.name, "backward", op.backward, op.axes, buffer, layer.count if weight and policy.once else runs
 
 
 def update_collectives(
@@ -68,7 +74,7 @@ def update_collectives(
 
     Args:
         layers: The model's layers.
-        policy: The way in which the step runs.
+        policy: How the step runs.
         sizes: Devices along each mesh axis, slowest first.
         token_axes: Mesh axes that split the batch's tokens, slowest first.
     """
@@ -76,6 +82,7 @@ def update_collectives(
         for param in (param for param in layer.params if param.trained):
             split, elements = param.axes, param.elements
             elements = round(elements * policy.density) if param.prunable else elements
+            # Unless declared `partial`, gradients are partial sums over the axes that split tokens only.
             axes = tuple(axis for axis in (sizes if param.partial else token_axes) if axis not in split)
             buffer = elements * FLOAT32 // prod([sizes[axis] for axis in split])
             yield param.name, "update", "all-reduce", axes, buffer, layer.count
@@ -88,39 +95,44 @@ def operations(layer: Layer) -> Iterator[Op]:
 
 
 def parameters(layer: Layer) -> int:
-    """Return the number of parameters of one layer of a kind."""
+    """Return the number of parameters of a single layer, ignoring `Layer.count`."""
     return sum(param.elements for param in layer.params)
 
 
 def forward_flops(layer: Layer, tokens: int) -> float:
-    """Return the FLOPs of one layer's matmuls and attention in the forward pass of a device's `tokens`."""
+    """Return the FLOPs of one layer's matmuls and attention in the forward pass.
+
+    Args:
+        layer: The layer.
+        tokens: Tokens of a microbatch on a device.
+    """
     return matmul_flops(layer) + tokens * sum(op.flops for op in operations(layer) if isinstance(op, Attend))
 
 
 def matmul_flops(layer: Layer) -> float:
-    """Return the FLOPs of one layer's matmuls with weights, as many as those of the weights' gradients."""
+    """Return the FLOPs of one layer's matmuls with weights; the weights' gradients take as many."""
     multiplied = (op for op in operations(layer) if isinstance(op, Multiply))
     return sum(2.0 * op.number * op.tokens * op.inner * op.columns for op in multiplied)
 
 
 def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
-    """Return the bytes kept by a layer for each token from forward to backward pass.
+    """Return the bytes per token that a layer saves for the backward pass.
 
-    An activation policy is a rule about operations: `none` keeps inputs of gradients, `full` the layer's input, `dots`
-    also results of matmuls, `save_collectives` also results of collectives.
+    The policy `none` saves what gradients read and `full` only the layer's input; in addition to the input, `dots`
+    saves results of matmuls and `save_collectives` results of collectives.
 
     Args:
         layer: The layer.
         policy: Activation policy.
         tokens: Tokens of a microbatch on a device.
-        item: Bytes of an element in the compute dtype.
+        item: Bytes per element in the compute dtype.
         sizes: Devices along each mesh axis.
-        entry: Bytes of the layer's input for each token.
+        entry: Bytes per token of the layer's input.
     """
     total = 0.0 if policy == "none" else entry
     for chain in layer.chains:
-        if own := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, OwnBackward)]:
-            total += sum(own)
+        if saved := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, OwnBackward)]:
+            total += sum(saved)
             continue
         repeated = len(chain.repeated())
         for at, op in enumerate(chain.ops):
@@ -132,16 +144,18 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
                 total += (op.inner if op.stored_inner is None else op.stored_inner) * item
             elif policy == "dots" and isinstance(op, Multiply) and (chain.result_read or at + 1 < repeated):
                 total += op.columns * item
-            elif policy == "save_collectives" and at < repeated and _result_kept(op, sizes):
+            elif policy == "save_collectives" and at < repeated and _saves_result(op, sizes):
                 assert isinstance(op, Collective)
-                if not (at + 1 < len(chain.ops) and _result_kept(chain.ops[at + 1], sizes)):  # else that one's is kept
+                if not (
+                    at + 1 < len(chain.ops) and _saves_result(chain.ops[at + 1], sizes)
+                ):  # else only the last result of the two is saved
                     shards = prod(sizes[axis] for axis in op.axes) if op.forward == "reduce-scatter" else 1
                     total += op.buffer / tokens / shards
     return total
 
 
-def _result_kept(op: Op, sizes: Mapping[str, int]) -> bool:
-    """Return True if `save_collectives` keeps the result of an operation."""
+def _saves_result(op: Op, sizes: Mapping[str, int]) -> bool:
+    # Gathered weights are governed by reshard_after, and a collective that is always repeated need not be saved.
     if not isinstance(op, Collective) or op.small or op.weight_itemsize or op.always_repeated or not op.forward:
         return False
     return prod(sizes[axis] for axis in op.axes) > 1

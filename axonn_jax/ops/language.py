@@ -1,6 +1,6 @@
-"""The language of a layer's declaration: parameters, and operations in program order; no jax.
+"""Types in which layers are declared: parameters, and operations in program order; no jax.
 
-A layer is a list of chains, and a chain a list of operations. Sizes are for one microbatch on one device.
+A layer is a list of chains, and a chain is a list of operations. Sizes are per microbatch and device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,21 +19,21 @@ class Param(NamedTuple):
     """A parameter of a layer."""
 
     name: str
-    """Name in checkpoints; a block's begins with `blocks.`, without its number."""
+    """Name in checkpoints; names in blocks begin with `blocks.`, without the block's number."""
     shape: tuple[int, ...]
     """Global shape."""
     split: tuple[Axes, ...] = ()
     """Mesh axes that split each dimension, as in a PartitionSpec."""
     prunable: bool = False
-    """True if pruned training keeps a share of the entries."""
+    """True if pruned training trains only a fraction of the entries."""
     trained: bool = True
     """False for a frozen parameter, which has no gradient."""
     partial: bool = False
-    """True if gradients are partial sums over every axis that does not split the parameter, else over tokens' axes."""
+    """True if gradients are partial sums over every axis that does not split the parameter, not just token axes."""
 
     @property
     def elements(self) -> int:
-        """Number of entries on all devices together."""
+        """Number of entries over all devices."""
         return prod(self.shape)
 
     @property
@@ -46,52 +46,52 @@ class Collective(NamedTuple):
     """A collective of the forward pass and its transpose in the backward pass, over the same axes."""
 
     name: str
-    """Layer that communicates."""
+    """Name of the layer that communicates."""
     forward: Kind | None
-    """Kind in the forward pass; None: nothing is communicated."""
+    """Kind in the forward pass; None if nothing is communicated."""
     backward: Kind | None
-    """Kind in the backward pass; None: nothing is communicated."""
+    """Kind in the backward pass; None if nothing is communicated."""
     axes: Axes
     """Mesh axes, slowest first."""
     buffer: int
-    """Bytes of the whole buffer: gathered, or to be reduced."""
+    """Bytes of the full buffer, after a gather or before a reduction."""
     backward_buffer: int | None = None
-    """Bytes of the whole buffer in the backward pass; None: equal to `buffer`."""
+    """Bytes of the full buffer in the backward pass; None if equal to `buffer`."""
     weight_itemsize: int = 0
-    """Bytes of an element of a weight, whose gradient travels in another dtype; 0: activations travel."""
+    """Bytes per element of a communicated weight, whose gradient may have another dtype; 0 for activations."""
     always_repeated: bool = False
     """True if the backward pass repeats the forward collective under every activation policy."""
     small: bool = False
-    """True if the result is a few numbers for each token, too few to count in memory."""
+    """True if the result is only a few numbers per token, negligible in memory."""
     of_param: bool = False
     """True if the backward pass communicates the gradient of a parameter that no axis splits."""
 
 
 class Multiply(NamedTuple):
-    """A matmul `[tokens, inner] @ [inner, columns]` with a weight, whose gradient reads the input."""
+    """A matmul `[tokens, inner] @ [inner, columns]` with a weight; the weight's gradient reads the input."""
 
     tokens: float
     inner: float
     columns: float
     number: float = 1.0
-    """Number of such matmuls on a device, one after the other."""
+    """Number of these matmuls on a device, which run one after the other."""
     shares_input: bool = False
-    """True if the matmul before reads the same input."""
+    """True if the preceding matmul reads the same input."""
     stored_inner: float | None = None
-    """Features of the input that stay in memory where the rest is gathered again; None: `inner`."""
+    """Features of the input that are saved, if the backward pass gathers the remaining ones; None for `inner`."""
     run_again: bool = False
-    """True if the backward pass runs the matmul again under every activation policy."""
+    """True if the backward pass recomputes the matmul under every activation policy."""
     trained: bool = True
     """False if the weight is frozen: no gradient reads the input."""
 
 
 class Read(NamedTuple):
-    """Any other operation whose gradient reads its input: a norm, an activation function."""
+    """Any other operation whose gradient reads its input, such as a norm or an activation function."""
 
     elements: float = 0.0
-    """Elements read for each token, in the compute dtype."""
+    """Elements read per token, in the compute dtype."""
     moved: float = 0.0
-    """Bytes that the forward pass reads and writes in memory for each token."""
+    """Bytes of memory traffic per token in the forward pass."""
 
 
 class Attend(NamedTuple):
@@ -106,18 +106,18 @@ class Attend(NamedTuple):
     seq_len: int
     """Tokens of a sequence."""
     scores: float
-    """Bytes kept of scores for each token: statistics of their rows, or all of them."""
+    """Bytes of scores saved per token: either statistics of their rows, or all of them."""
     copies: float
-    """Bytes kept for each token of copies: keys and values for every query head, the result by heads."""
+    """Bytes of copies saved per token: keys and values repeated per query head, and the result by heads."""
 
     @property
     def elements(self) -> float:
-        """Elements of queries, keys and values for each token, which the gradient reads."""
+        """Elements of queries, keys and values per token, which the gradient reads."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def flops(self) -> float:
-        """FLOPs for each token, in full: of scores and of their product with values."""
+        """FLOPs per token of scores and of their product with values, without savings from causality."""
         return 4 * self.seq_len * self.heads * self.head_dim
 
 
@@ -125,30 +125,30 @@ class Add(NamedTuple):
     """An addition to the residual stream, whose gradient reads nothing."""
 
     moved: float
-    """Bytes that the forward pass reads and writes in memory for each token."""
+    """Bytes of memory traffic per token in the forward pass."""
 
 
 class OwnBackward(NamedTuple):
-    """A chain's own backward pass (`jax.custom_vjp`), with the bytes kept by the whole chain."""
+    """Marks a chain with a custom backward pass (`jax.custom_vjp`), with the bytes that the chain saves."""
 
     by_policy: Mapping[str, float]
-    """Bytes kept for each token, by activation policy; 0 for an absent policy."""
+    """Bytes saved per token, by activation policy; 0 for an absent policy."""
     moved: float = 0.0
-    """Bytes that the forward pass reads and writes in memory for each token."""
+    """Bytes of memory traffic per token in the forward pass."""
 
 
 Op = Collective | Multiply | Read | Attend | Add | OwnBackward
 
 
 class Chain(NamedTuple):
-    """Operations in a row, each of which reads the result of the one before."""
+    """A sequence of operations that each read the result of the preceding one."""
 
     ops: tuple[Op, ...]
     result_read: bool = True
-    """True if a gradient later in the layer reads the last operation's result."""
+    """True if a later gradient in the layer reads the last operation's result."""
 
     def repeated(self) -> tuple[Op, ...]:
-        """Return the operations repeated by recomputation: up to the last one whose result a gradient reads."""
+        """Return the operations that recomputation repeats: all up to the last one whose result a gradient reads."""
         if self.result_read:
             return self.ops
         reads = (at + 1 for at, op in enumerate(self.ops) if not isinstance(op, Collective | Add))
@@ -157,22 +157,22 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One kind of layer of a model."""
+    """A kind of layer of a model."""
 
     params: tuple[Param, ...]
     chains: tuple[Chain, ...]
     count: int = 1
     """Number of layers of this kind in the model."""
     in_block: bool = True
-    """True for blocks, on which recomputation and the scan over layers act."""
+    """True for blocks, to which recomputation and the scan over layers apply."""
 
 
 Part = tuple[tuple[Param, ...], tuple[Chain, ...]]
-"""Parameters and chains of a part of a layer."""
+"""Parameters and chains of part of a layer."""
 
 
 def joined(parts: Iterable[Part], count: int = 1) -> Layer:
-    """Return the layer of several parts, `count` times in the model."""
+    """Combine parts into a layer that occurs `count` times in the model."""
     params: list[Param] = []
     chains: list[Chain] = []
     for part in parts:
@@ -182,22 +182,22 @@ def joined(parts: Iterable[Part], count: int = 1) -> Layer:
 
 
 def gather(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
-    """Return an all-gather; the gradient is reduce-scattered."""
+    """Declare an all-gather of `buffer` bytes, whose gradient is reduce-scattered."""
     return Collective(name, "all-gather", "reduce-scatter", axes, buffer, **more)
 
 
 def scatter(name: str, axes: Axes, buffer: int) -> Collective:
-    """Return a reduce-scatter; the gradient is all-gathered."""
+    """Declare a reduce-scatter of `buffer` bytes, whose gradient is all-gathered."""
     return Collective(name, "reduce-scatter", "all-gather", axes, buffer)
 
 
 def reduce(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
-    """Return an all-reduce; the gradient is replicated already."""
+    """Declare an all-reduce of `buffer` bytes, whose gradient needs no communication because it is replicated."""
     return Collective(name, "all-reduce", None, axes, buffer, **more)
 
 
 def reduce_gradient(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
-    """Return the all-reduce of the gradient of a replicated input; nothing is communicated forward."""
+    """Declare an all-reduce of the gradient of a replicated input, without communication in the forward pass."""
     return Collective(name, None, "all-reduce", axes, buffer, **more)
 
 

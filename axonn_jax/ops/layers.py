@@ -1,4 +1,4 @@
-"""Declarations of the layers in `tensor/`: linear layers, norms, embeddings, the loss."""
+"""Declarations of the layers in `tensor/`: linear layers, norms, embeddings and the loss."""
 
 from typing import Literal, NamedTuple
 
@@ -26,14 +26,14 @@ Comm = Literal["all_reduce", "gather", "sequence"]
 """Communication of a projection that reads from or adds to the residual stream.
 
 * all_reduce: the matmul reads local features, with an all-reduce over `x`; the output is all-reduced over `y`.
-* gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
-  its output is reduce-scattered over `x` and all-reduced over `y`.
-* sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.
+* gather: inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul; its
+  output is reduce-scattered over `x` and all-reduced over `y`.
+* sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered after it.
 """
 
 
 class Place(NamedTuple):
-    """The place of a layer: its mesh, and a device's part of a microbatch."""
+    """The placement of a layer: sizes of its mesh axes, and a device's part of a microbatch."""
 
     expert: int
     z: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     tokens: int
     """Tokens of a microbatch on a device."""
     item: int
-    """Bytes of an element in the compute dtype."""
+    """Bytes per element in the compute dtype."""
     sequence_split: bool = False
     """True if `y` splits the sequence of the residual stream."""
 
@@ -53,12 +53,22 @@ class Place(NamedTuple):
 
     @property
     def yx(self) -> int:
-        """Devices along `y` and `x` together."""
+        """Product of the devices along `y` and `x`."""
         return self.y * self.x
 
 
 def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
-    """Declare a norm of the residual stream: three float32 a token forward and two back, of an RMSNorm one each way."""
+    """Declare a norm of the residual stream.
+
+    It all-reduces float32 moments over `x`: per token, three forward and two backward for a LayerNorm, and one each way
+    for an RMSNorm.
+
+    Args:
+        at: Placement of the layer.
+        name: Name of the layer.
+        hidden: Features of the residual stream.
+        kind: LayerNorm or RMSNorm.
+    """
     stream = hidden / at.x / (at.y if at.sequence_split else 1)
     forward, backward = (3, 2) if kind == "layernorm" else (1, 1)
     token = at.stream_tokens * FLOAT32
@@ -70,10 +80,18 @@ def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ..
 
 
 def attend(at: Place, heads: float, kv_heads: float, head_dim: int, seq_len: int, kernel: AttentionKernel) -> Attend:
-    """Declare the attention kernel of so many heads on a device (`tensor.attention`).
+    """Declare an attention kernel (`tensor.attention`).
 
-    Kernels keep a float32 statistic of each row of scores; `blocked` also keys and values for every query head and its
-    result by heads, and `xla` the scores and their softmax in place of statistics.
+    Kernels save a float32 statistic per row of scores. In addition, `blocked` saves keys and values repeated per query
+    head and its result by heads; instead of statistics, `xla` saves the scores and their softmax.
+
+    Args:
+        at: Placement of the layer.
+        heads: Query heads on a device.
+        kv_heads: Key/value heads on a device.
+        head_dim: Features of a head.
+        seq_len: Tokens of a sequence.
+        kernel: The kernel.
     """
     scores = 2 * heads * seq_len * at.item if kernel == "xla" else heads * FLOAT32
     copies = (heads + 2 * (heads - kv_heads)) * head_dim * at.item if kernel == "blocked" else 0.0
@@ -81,7 +99,7 @@ def attend(at: Place, heads: float, kv_heads: float, head_dim: int, seq_len: int
 
 
 def addition(at: Place, hidden: int) -> Add:
-    """Declare the addition of a branch to the residual stream: both are read, their sum is written."""
+    """Declare the addition of a branch to the residual stream, which reads both and writes their sum."""
     return Add(3 * hidden / at.x / (at.y if at.sequence_split else 1) * at.item)
 
 
@@ -92,7 +110,7 @@ def linear(
     """Declare `tensor.linear.Linear`: a [k/Gin, n/Gout] matmul over `in_axis`.
 
     Args:
-        at: Place of the layer.
+        at: Placement of the layer.
         name: Name of the layer.
         k: Input features.
         n: Output features.
@@ -100,9 +118,9 @@ def linear(
         comm: Communication with the residual stream.
         bias: True if the layer has a bias.
         columns: Columns of the kernel, zero beyond `n`; None: `n`.
-        shares_input: True if the layer before reads the same input, which is then communicated once.
-        is_head: True for the projection onto the vocabulary, which is neither pruned nor run again.
-        tied: True if the kernel is another layer's, gathered already.
+        shares_input: True if the preceding layer reads the same input, which is then communicated once.
+        is_head: True for the projection onto the vocabulary, which is neither pruned nor recomputed.
+        tied: True if the kernel belongs to another layer, which has gathered it already.
     """
     wide, reads_stream = n if columns is None else columns, in_axis == "x"
     out_axis: TensorAxis = "y" if reads_stream else "x"
@@ -111,35 +129,43 @@ def linear(
     weight = () if tied else (gather(name, ("z",), kernel_bytes, weight_itemsize=at.item),)
 
     def params(kernel: tuple[Axes, ...], of_bias: Axes) -> tuple[Param, ...]:
-        made = Param(f"{name}.kernel", (k, wide), kernel, prunable=not is_head)
-        return (made, Param(f"{name}.bias", (n,), (of_bias,))) if bias else (made,)
+        kernel_param = Param(f"{name}.kernel", (k, wide), kernel, prunable=not is_head)
+        return (kernel_param, Param(f"{name}.bias", (n,), (of_bias,))) if bias else (kernel_param,)
 
     if comm == "gather":
-        inner, whole = ("y", "x"), at.tokens * (k if reads_stream else wide) * at.item
+        inner, buffer = ("y", "x"), at.tokens * (k if reads_stream else wide) * at.item
         if reads_stream:
-            read = (reduce_gradient(name, ("y",), whole // at.x), gather(name, ("x",), whole))
+            read = (reduce_gradient(name, ("y",), buffer // at.x), gather(name, ("x",), buffer))
             product = Multiply(at.tokens, k, wide / at.yx, shares_input=shares_input)
             return params((("z",), inner), inner), (*weight, *(() if shares_input else read), product)
         product = Multiply(at.tokens, k / at.yx, wide, shares_input=shares_input)
-        add = (scatter(name, ("x",), whole), reduce(name, ("y",), whole // at.x))
+        add = (scatter(name, ("x",), buffer), reduce(name, ("y",), buffer // at.x))
         return params(((*inner, "z"), ()), ("x",)), (*weight, product, *add)
 
     entering, leaving = (at.tokens * width * at.item for width in (k // inside, wide // outside))
     split_in, split_out = (comm == "sequence" and side for side in (reads_stream, not reads_stream))
-    before = (
+    input_op = (
         gather(name, ("y",), entering, always_repeated=not is_head)
         if split_in
         else reduce_gradient(name, (out_axis,), entering)
     )
+    # The input is saved as its shard of the sequence, and the backward pass gathers the remaining tokens.
     stored = k / at.yx if split_in else None
     product = Multiply(at.tokens, k / inside, wide / outside, shares_input=shares_input, stored_inner=stored)
-    after = scatter(name, ("y",), leaving) if split_out else reduce(name, (in_axis,), leaving)
-    ops = (*weight, *(() if shares_input else (before,)), product, after)
+    output_op = scatter(name, ("y",), leaving) if split_out else reduce(name, (in_axis,), leaving)
+    ops = (*weight, *(() if shares_input else (input_op,)), product, output_op)
     return params(((in_axis, "z"), (out_axis,)), (out_axis,)), ops
 
 
 def embedding(at: Place, rows: int, hidden: int, positions: int) -> Layer:
-    """Declare `tensor.embedding.Embedding` of so many rows, and `PositionEmbedding` of so many positions (0: none)."""
+    """Declare `tensor.embedding.Embedding` and, if there are positions, `PositionEmbedding`.
+
+    Args:
+        at: Placement of the layer.
+        rows: Rows of the table, one per token id.
+        hidden: Features of the residual stream.
+        positions: Rows of the table of positions; 0 for a model without one.
+    """
     stream = at.tokens * hidden * at.item // at.x
     params = [Param("embedding.table", (rows, hidden), (("y", "z"), ("x",)))]
     table = rows * hidden * at.item // at.yx
@@ -152,6 +178,6 @@ def embedding(at: Place, rows: int, hidden: int, positions: int) -> Layer:
 
 
 def loss(at: Place) -> tuple[Op, ...]:
-    """Declare `tensor.loss`: a token's largest logit, then the sum of exponentials beside the target's logit."""
+    """Declare `tensor.loss`, which reduces a token's largest logit, then its sum of exponentials and target logit."""
     token = at.tokens * FLOAT32
     return reduce("loss", ("y",), token), reduce("loss", ("y",), 2 * token)
