@@ -20,7 +20,7 @@ from axonn_jax.train.modules.program import LossProgram
 from axonn_jax.train.modules.row_verdict import verdict_of
 
 ROWS: tuple[Rows, ...] = get_args(Rows)
-_WAYS: tuple[Strategy, ...] = ("parts", "whole", "xla")
+_STRATEGIES: tuple[Strategy, ...] = ("parts", "whole", "xla")
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -147,7 +147,7 @@ class Proof:
     ) -> list[str]:
         """Choose the strategy by the verdict, and by results if they may differ; return lines to print."""
         if verdict.kind == "not understood":
-            if first and not self._verdicts and (way := self.facts.get("way")) in _WAYS[_WAYS.index(self.way) :]:
+            if first and not self._verdicts and (way := self.facts.get("way")) in _STRATEGIES[_STRATEGIES.index(self.way) :]:
                 # Only results can decide here, and they did before the checkpoint. The batch that showed the difference
                 # may not come again, so trust the checkpoint's decision.
                 self.way, self._done = way, True
@@ -213,7 +213,7 @@ class Proof:
         want = all_rows(0.0)
         results, lines, noisy = dict[Strategy, Results](), [reason] if reason else [], None
         coupled = bool(reason) and self._batches.microbatches > 1
-        for way in _WAYS[_WAYS.index(self.way) :]:
+        for way in _STRATEGIES[_STRATEGIES.index(self.way) :]:
             try:
                 results[way] = comparison.run(way, self._batches, params, carried, batch)(0.0)
             except UserError:
@@ -251,7 +251,7 @@ class Proof:
         why = f"the loss of all rows at once fails: {first_line(error)}"
         runs: list[Strategy] = []
         comparison = self._comparison(gradients=False)
-        for way in _WAYS[::-1]:
+        for way in _STRATEGIES[::-1]:
             try:
                 comparison.run(way, self._batches, params, carried, batch)(0.0)
                 runs.append(way)
@@ -260,7 +260,7 @@ class Proof:
         if not runs:
             raise error from error.__cause__
         count = self._batches.microbatches
-        fallback = next((way for way in _WAYS[1:] if way in runs), None)
+        fallback = next((way for way in _STRATEGIES[1:] if way in runs), None)
         if fallback is None or (count > 1 and self._rows == "auto"):
             field, value = ("rows", "auto") if fallback is None else ("microbatches", count)
             raise UserError(field, value, f'rows="parts" where no row sees another, which cannot be proven: {why}')
