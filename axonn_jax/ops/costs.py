@@ -132,6 +132,7 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
     total = 0.0 if policy == "none" else entry
     for chain in layer.chains:
         if saved := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, OwnBackward)]:
+            # A custom backward pass decides itself what the chain saves, so its operations do not count again.
             total += sum(saved)
             continue
         repeated = len(chain.repeated())
@@ -141,6 +142,7 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
             elif policy == "none" and isinstance(op, Attend):
                 total += op.elements * item + op.scores + op.copies
             elif policy == "none" and isinstance(op, Multiply) and op.trained and not op.shares_input:
+                # A shared input is saved once, by the first matmul that reads it.
                 total += (op.inner if op.stored_inner is None else op.stored_inner) * item
             elif policy == "dots" and isinstance(op, Multiply) and (chain.result_read or at + 1 < repeated):
                 total += op.columns * item

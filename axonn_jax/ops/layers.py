@@ -94,6 +94,7 @@ def attend(at: Place, heads: float, kv_heads: float, head_dim: int, seq_len: int
         kernel: The kernel.
     """
     scores = 2 * heads * seq_len * at.item if kernel == "xla" else heads * FLOAT32
+    # Repeating keys and values for every query head adds `heads - kv_heads` copies of each; the result is one more.
     copies = (heads + 2 * (heads - kv_heads)) * head_dim * at.item if kernel == "blocked" else 0.0
     return Attend(heads, kv_heads, head_dim, seq_len, scores, copies)
 
@@ -135,6 +136,8 @@ def linear(
     if comm == "gather":
         inner, buffer = ("y", "x"), at.tokens * (k if reads_stream else wide) * at.item
         if reads_stream:
+            # Backward runs in reverse: gradients are reduce-scattered over `x` first, so the all-reduce over `y` moves
+            # 1/x of the bytes.
             read = (reduce_gradient(name, ("y",), buffer // at.x), gather(name, ("x",), buffer))
             product = Multiply(at.tokens, k, wide / at.yx, shares_input=shares_input)
             return params((("z",), inner), inner), (*weight, *(() if shares_input else read), product)

@@ -68,6 +68,7 @@ class Loops(ABC):
         runs = [self.body(w.jaxpr, p.jaxpr, branch_operands, (w.consts, p.consts)) for w, p in pairs]
         of_model = any(operand.of_model for operand in operands)
         kinds = [either([operand.type for operand in branch]) for branch in zip(*runs, strict=True)]
+        # Inside a loop over rows, a branch that one row decides is still a function of that row.
         if isinstance(predicate.type, Rows) and predicate.type.axis == LOOP_AXIS:
             kinds = [kind if isinstance(kind, Told) else loop_row_type((predicate.type, kind)) for kind in kinds]
         elif isinstance(predicate.type, Told):

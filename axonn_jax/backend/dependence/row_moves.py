@@ -168,6 +168,7 @@ def _reduce(eqn: Equation) -> RowType:
         return _total(eqn, kind.degree, None) if adds else coupled(f"{_PLAIN[eqn.name]} over draws of rows")
     if eqn.name in ("reduce_prod", "reduce_xor", "argmax", "argmin"):
         return BY_COUNT
+    # Adding up identical numbers over the axis of rows multiplies them by the number of rows.
     return moved(replace(kind, degree=kind.degree + adds, value=None), axis_map)
 
 

@@ -150,6 +150,7 @@ def aligned(types: Sequence[RowType]) -> RowType:
     same = [kind for kind in types if isinstance(kind, Same)]
     if not rows:
         return Same(NO_AXES.union(*(kind.varies for kind in same)), NO_AXES.union(*(kind.drawn for kind in same)))
+    # Rescale every layout to the common group size, so that equal placements compare equal.
     group = lcm(*(kind.group for kind in rows))
     layouts = {(kind.axis, kind.outer, kind.inner * group // kind.group) for kind in rows}
     if len(layouts) > 1:

@@ -98,6 +98,7 @@ class TreeBatches(Batches):
         """Return about this share of the rows of every part, its first ones; all rows if a part spans processes."""
         total = self.all_rows(batch)
         part = total // (self.replicas * self.microbatches)
+        # Keep a row for every device of `z`, if a part has as many.
         count = max(min(part, self.grid.shape.z), int(part * share))
         if count >= part or self._part_count > 1:
             return batch

@@ -135,10 +135,7 @@ class LossProgram(OnMesh):
         return self.parts.specs[name] if self.model.split and self.way != "xla" else P()
 
     def _shares(self, batch: Any, parts: int) -> tuple[jax.Array, jax.Array]:
-        """Return every part's share of the mean loss, and the weight of the batch.
-
-        The first `parts` axes index the parts: [microbatches, data], or [microbatches].
-        """
+        """Return each part's share of the mean loss, [microbatches, data] or [microbatches], and the batch's weight."""
         rows = rows_of(batch)
         weights = part_weights(self.weight, lambda rows: with_rows(batch, rows), rows, parts)
         total = jnp.sum(weights)

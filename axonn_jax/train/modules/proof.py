@@ -147,7 +147,11 @@ class Proof:
     ) -> list[str]:
         """Choose the strategy by the verdict, and by results if they may differ; return lines to print."""
         if verdict.kind == "not understood":
-            if first and not self._verdicts and (way := self.facts.get("way")) in _STRATEGIES[_STRATEGIES.index(self.way) :]:
+            if (
+                first
+                and not self._verdicts
+                and (way := self.facts.get("way")) in _STRATEGIES[_STRATEGIES.index(self.way) :]
+            ):
                 # Only results can decide here, and they did before the checkpoint. The batch that showed the difference
                 # may not come again, so trust the checkpoint's decision.
                 self.way, self._done = way, True
@@ -204,10 +208,7 @@ class Proof:
         return self._comparisons[gradients]
 
     def _compare(self, params: Params, carried: Params, batch: Any, *, gradients: bool, reason: str = "") -> list[str]:
-        """Take the first strategy that matches all rows at once; return lines about what differs.
-
-        `reason` says why parts are ruled out.
-        """
+        """Take the first strategy that matches all rows at once; `reason` says why parts are ruled out, if they are."""
         comparison = self._comparison(gradients=gradients)
         all_rows, batch = comparison.all_rows(params, carried, batch)
         want = all_rows(0.0)
@@ -245,8 +246,7 @@ class Proof:
     def _unproven(self, error: Exception, params: Params, carried: Params, batch: Any) -> str:
         """Take a strategy that needs no proof, as the loss of all rows fails on one device; return a line about it.
 
-        Parts of the rows are ruled out: nothing shows that rows do not see each other. If no strategy runs, the error
-        is raised again.
+        Parts are ruled out, as nothing shows that rows do not see each other. Raises the error if no strategy runs.
         """
         why = f"the loss of all rows at once fails: {first_line(error)}"
         runs: list[Strategy] = []
