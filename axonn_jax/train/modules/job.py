@@ -54,21 +54,8 @@ def loss_job(
 ) -> Job:
     """Check a user's model, loss and optimizer, and return the job that trains them; nothing is compiled yet.
 
-    Args:
-        model: An NNX module, a function that builds one, or a tree of Linen parameters.
-        optimizer: The user's optimizer.
-        grid: Device grid.
-        loss: Function of (model, batch) or (model, batch, key).
-        weight: Function of a batch that returns the number of items its mean loss averages over; None counts rows.
-        rows: Whether the loss runs on parts of the rows.
-        wrt: Filter of the Variables that are trained.
-        microbatches: Number of microbatches of a step.
-        clip: Global norm to which gradients are clipped.
-        memory: Memory configuration.
-        prune: Pruning configuration.
-
-    Returns:
-        The job, with parameters copied onto the grid.
+    Arguments are those of `Trainer`: a model (NNX module, function that builds one, or tree of Linen parameters), its
+    optimizer, its loss of (model, batch) or (model, batch, key), and settings. Parameters are copied onto the grid.
 
     Raises:
         UserError: The loss, the model and the optimizer do not fit each other or the configuration.
