@@ -1,4 +1,4 @@
-"""Construction of a pipeline: stages planned and compiled for a batch shape, processes connected."""
+"""Construction of a pipeline: plans and compiles its stages for a batch shape and connects its processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.leader import LeaderBroadcast
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
-from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
+from axonn_jax.pipeline.trace import Group, StepShape, Stretch, shifted_group, survey
 from axonn_jax.pipeline.worker import StageWorker
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.schedule.partition import group_ranges
@@ -46,9 +46,16 @@ def plan(
     keyed: bool,
     forms: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
 ) -> Plan:
-    """Trace the model stage by stage, abstractly, groups that are alike once.
+    """Trace the model abstractly, stage by stage; identical groups are traced once.
 
-    A stage of another process is traced on this one's mesh. `forms` are given by rank of the pipe, of the ranks here.
+    Args:
+        parts: The model, with abstract parameters.
+        grid: Grid of the run. A stage of another process is traced on this process's mesh.
+        pipe_shape: Sizes of the pipeline.
+        ranges: Segments of every virtual stage.
+        work: Sizes of a step.
+        keyed: True for dropout.
+        forms: Layouts of pruned parameters, by pipe rank, for the ranks of this process.
     """
     model: Any = parts.merge(parts.params)
     segments: Sequence[Segment] = model.segments
@@ -61,13 +68,16 @@ def plan(
         stages.append([])
         for group_segments in group_ranges(kinds, stage_segments):
             if x is not None:
+                # Neighbouring stages may lie on other devices: activations keep their layout but change meshes.
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
             form = (*kinds[group_segments.start : group_segments.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
+            # An empty kind marks a segment without an identical twin, such as the embedding or the head.
             if all(form[: len(group_segments)]) and form in seen:
-                group = like(seen[form], segments, group_segments)
+                group = shifted_group(seen[form], segments, group_segments)
             else:
-                own = forms.get(pipe_shape.rank_of(stage))
-                stretch = survey(Stretch(parts, mesh, group_segments, ranges[-1].stop, work, keyed, x, forms=own))
+                pruned_layout = forms.get(pipe_shape.rank_of(stage))
+                total = ranges[-1].stop
+                stretch = survey(Stretch(parts, mesh, group_segments, total, work, keyed, x, forms=pruned_layout))
                 group = seen[form] = Group(stretch, stretch.names)
             stages[-1].append(group)
             x = group.stretch.y
@@ -75,19 +85,20 @@ def plan(
 
 
 def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str, ...]]:
-    """Return the parameters of every pipe rank, in the model's order of stages."""
+    """Return the parameter names of every pipe rank, in the order of its stages."""
     groups = ([g for stage in pipe_shape.stages_of(rank) for g in stages[stage]] for rank in range(pipe_shape.pipe))
-    return [tuple(dict.fromkeys(name for group in own for name in group.names)) for own in groups]
+    return [tuple(dict.fromkeys(name for group in row for name in group.names)) for row in groups]
 
 
 def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Return the parameters that two pipe ranks hold (a tied table), with the first and the second of them.
+    """Return the parameters that two pipe ranks hold (a tied table), each with its first and its second rank.
 
-    Raises ``UserError`` where more than two hold one.
+    Raises:
+        UserError: More than two ranks hold a parameter.
     """
     holders: dict[str, list[int]] = {}
-    for pp_rank, held in enumerate(names):
-        for name in held:
+    for pp_rank, rank_names in enumerate(names):
+        for name in rank_names:
             holders.setdefault(name, []).append(pp_rank)
     for name, pp_ranks in holders.items():
         if len(pp_ranks) > 2:
@@ -102,7 +113,7 @@ def describe(
     policy: PipelinePolicy,
     channel: str,
 ) -> list[str]:
-    """Return lines about every stage's segments and parameters, by `ranges` of `segments`, and about the schedule."""
+    """Return lines of text: the segments and parameters of every stage, then the schedule."""
     lines = [
         f"stage {stage} (place {pipe_shape.rank_of(stage)}): {segments[r[0]].name} to {segments[r[-1]].name}, "
         f"{sum(segment.params for segment in segments[r.start : r.stop]):,} parameters"
@@ -120,26 +131,32 @@ def describe(
 
 @dataclass
 class Peers:
-    """Connections of a process to the others of its pipeline; dummies in a run of one process."""
+    """Connections of a process to its pipeline's other processes; local stand-ins in a run of one process."""
 
     sync: LocalSync | MpiSync
     heartbeat: Heartbeat
     status: RankStatus
     pipe: "MPI.Comm | None" = None
-    """Communicator over the pipe axis, of the processes with this one's index in their stages."""
+    """Communicator over the pipe axis: the processes with the same index within their stages."""
     leader: LeaderBroadcast | None = None
     """Broadcast of the order of tasks, for stages of several processes under a policy without a fixed order."""
     recorder: Recorder = field(default_factory=Recorder)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self.leader is not None:
             self.leader.close()
         self.heartbeat.close()
 
 
 def connect(grid: Grid, policy: Policy, stall_timeout: float) -> Peers:
-    """Connect the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
+    """Connect the processes of a pipeline; collective over all processes of the run. Nothing is sent yet.
+
+    Args:
+        grid: Grid of the run.
+        policy: Policy of the schedule.
+        stall_timeout: Seconds without progress after which the heartbeat ends the run.
+    """
     status = RankStatus()
     if grid.size == 1:
         return Peers(LocalSync(), Heartbeat(status, grid, stall_timeout), status)
@@ -149,8 +166,10 @@ def connect(grid: Grid, policy: Policy, stall_timeout: float) -> Peers:
     pp_rank, within = divmod(grid.rank, grid.stage_processes)
     pipe = world.Split(within, pp_rank)
     leader = None
+    # With a fixed order, every process of a stage knows the next task by itself.
     if grid.stage_processes > 1 and isinstance(policy, ByArrival):
         leader = LeaderBroadcast(world.Split(pp_rank, within))
+    # A communicator of its own: the heartbeat's thread must not receive messages of the other ones.
     heartbeat = Heartbeat(status, grid, stall_timeout, world.Dup())
     return Peers(MpiSync(pipe), heartbeat, status, pipe, leader)
 
@@ -175,13 +194,14 @@ class CompiledPipeline:
         self.ranks: dict[int, StageWorker] = {}
         for pp_rank in grid.meshes:
             compiled: dict[int, SegmentPrograms] = {}
-            own = {}
+            stage_of: dict[int, Stage] = {}
             for stage in pipe_shape.stages_of(pp_rank):
-                peers.status.now()  # each may take minutes to compile
-                own[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
+                # A stage may take minutes to compile: tell the heartbeat that this process is alive.
+                peers.status.now()
+                stage_of[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
             borrowed = frozenset(name for name, (_, second) in shared.items() if second == pp_rank)
             specs = grad_specs[pp_rank]
-            self.ranks[pp_rank] = StageWorker(pp_rank, own, specs, bucket=bucket, borrowed=borrowed)
+            self.ranks[pp_rank] = StageWorker(pp_rank, stage_of, specs, bucket=bucket, borrowed=borrowed)
         arriving = {}
         for stage, groups in enumerate(stages):
             form = groups[0].stretch.x or groups[-1].stretch.y
@@ -190,11 +210,14 @@ class CompiledPipeline:
         self._ports = Ports(arriving, pipe_shape.stages)
         self._pipe_shape, self._peers, self._channel = pipe_shape, peers, channel
         self.room: dict[int, int] = {}
-        """Microbatches, by pipe rank, for which there is memory beside those of 1F1B; known once a step has run."""
+        """By pipe rank, how many microbatches beyond those of 1F1B fit into memory; filled in once a step has run."""
         self.open()
 
     def open(self) -> None:
-        """Open a channel and an executor, also after `close`; forget unfinished tasks. Collective over the pipe."""
+        """Open a channel and an executor; collective over the pipe.
+
+        May be called again after `close`: unfinished tasks are dropped.
+        """
         peers = self._peers
         self._carrier = open_channel(self._channel, self._ports, peers.pipe)
         self.executor = Executor(
@@ -202,15 +225,15 @@ class CompiledPipeline:
         )
 
     def find_room(self, processes: int) -> None:
-        """Fill `room` at the first call: the microbatches that fit in half of each device's unused memory."""
+        """Compute `room` on the first call: the microbatches that fit in half of each device's unused memory."""
         for pp_rank, rank in self.ranks.items() if not self.room else ():
-            kept = sum(stage.bytes_kept() for stage in rank.stages.values())
+            microbatch_bytes = sum(stage.bytes_kept() for stage in rank.stages.values())
             inputs = [stage.x for stage in rank.stages.values()]
-            kept += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
-            self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
+            microbatch_bytes += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
+            self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, microbatch_bytes))
 
     def close(self) -> None:
-        """End the executor's threads and the channel."""
+        """Stop the executor's threads and close the channel."""
         self.executor.close()
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""Executor of a pipeline, the host loop: starts the dispatchers' tasks, reports arrivals and results to them."""
+"""Executor of a pipeline: the host loop that starts tasks and reports arrivals and results to the dispatchers."""
 
 import queue
 import threading
@@ -26,7 +26,7 @@ _JOIN_S = 5.0
 
 class _Started(NamedTuple):
     tasks: tuple[Task, ...]
-    """Tasks that one program computes: one, or two in a row."""
+    """Tasks that one program computes: one, or two consecutive ones."""
     value: jax.Array | None
 
     def __str__(self) -> str:
@@ -34,19 +34,21 @@ class _Started(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """Program in a device's queue: start time, an array that is ready at the end, and a callback."""
+    """Program in a device's queue."""
 
     at: float
+    """Start time."""
     done: jax.Array
+    """Array that is ready when the program has run."""
     ran: Callable[[float, float], None]
+    """Callback (begin, end), called on the rank's thread."""
 
 
 class Executor:
-    """Executor of steps on the ranks of this process (one, or all of them in a run of one process).
+    """Executor of steps on the ranks of this process: one, or all of them in a run of one process.
 
-    Nothing here waits for a device value: a thread a rank does (asleep, not spinning), and says when a program has
-    run. Then its result is sent, the dispatcher is informed, and the next task is started. On accelerators, where
-    starting a program takes a noticeable part of its time, a rank keeps two programs in its device's queue.
+    The host loop never waits for a device value. One thread per rank does (asleep, not spinning) and posts an event
+    when a program has run. The loop then sends the result, informs the dispatcher and starts the next task.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Executor:
         self._ranks, self._pipe_shape, self._channel = ranks, pipe_shape, channel
         self._status, self._recorder, self._leader = status, recorder, leader
         self._on_host = computes_on_cores(jax.default_backend())
+        # On accelerators, starting a program takes a noticeable part of its run time: keep a second one queued.
         self._depth = 1 if self._on_host else 2
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # run by the host loop
-        self._early: list[tuple[Message, jax.Array]] = []  # of the next step, come before this one ended
+        self._early: list[tuple[Message, jax.Array]] = []  # for the next step, received before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
         self._threads: list[threading.Thread] = []
         for pp_rank in ranks:
@@ -71,17 +74,26 @@ class Executor:
             self._threads.append(threading.Thread(target=self._wait, args=(pp_rank,), name=f"axonn-device-{pp_rank}"))
             self._threads[-1].daemon = True
             self._threads[-1].start()
-        # Also where nobody closes: a thread left in jax when the interpreter ends would abort the process.
+        # Runs even if nobody calls `close`: a thread still inside jax at interpreter exit would abort the process.
         self._end_threads = weakref.finalize(self, _end, list(self._probes.values()), self._threads)
         channel.start(partial(self._post, self._arrived), self._broke)
 
     def close(self) -> None:
-        """End the threads and the channel."""
+        """Stop the threads and close the channel."""
         self._end_threads()
         self._channel.close()
 
     def then(self, pp_rank: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
-        """Record a program that was started on a rank's device at time `at`, outside the tasks."""
+        """Record the span of a program that is not a task.
+
+        Args:
+            pp_rank: Rank whose device runs it.
+            done: Array that is ready when the program has run; must not be donated.
+            name: Name of the span.
+            kind: Kind of the span.
+            step: Step it belongs to.
+            at: Start time, of `time.monotonic`.
+        """
 
         def record(begin: float, end: float) -> None:
             self._recorder.add(pp_rank, name, kind, begin, end, step)
@@ -89,9 +101,10 @@ class Executor:
         self._probes[pp_rank].put(_Probe(at, done, record))
 
     def run(self, dispatchers: Mapping[int, OrderedDispatcher], step: int, *, train: bool = True) -> None:
-        """Run every task of a step, or of an evaluation after it; return when the last has run here.
+        """Run this process's tasks of a step, or of an evaluation after it, and return once all have run.
 
-        Raises the exception of a failed program or channel.
+        Raises:
+            BaseException: The exception of a failed program or channel.
         """
         self._status.step = step
         self._status.now("in a step")
@@ -114,7 +127,7 @@ class Executor:
         def order(task: Task) -> None:
             dispatchers[self._pipe_shape.rank_of(task.stage)].append(task)
 
-        held: dict[int, Task] = {}  # by pipe rank, a forward to be started with its backward, once that is ordered
+        pending: dict[int, Task] = {}  # by pipe rank, a forward that waits to start together with its backward
         early, self._early = self._early, []
         for message, value in early:
             self._arrived(message, value)
@@ -128,9 +141,9 @@ class Executor:
                     if leader is not None and leader.leads:
                         leader.send(task, step)
                     if train and rank.joins(task):
-                        held[pp_rank] = task
+                        pending[pp_rank] = task
                         continue
-                    tasks = (held.pop(pp_rank), task) if pp_rank in held else (task,)
+                    tasks = (pending.pop(pp_rank), task) if pp_rank in pending else (task,)
                     at = time.monotonic()
                     result = rank.start(*tasks, train=train)
                     running[pp_rank].append(_Started(tasks, result.value))
@@ -142,14 +155,15 @@ class Executor:
                     leader.leave()
                 return
             if fresh or not active:
+                # Polling for messages would take cores from the programs that run on them.
                 self._channel.busy(active and self._on_host)
             self._note(running)
             self._events.get()()
 
     def _arrived(self, message: Message, value: jax.Array) -> None:
-        """Give an arrival to its dispatcher; one that is early is kept for the next step."""
         pp_rank = self._pipe_shape.rank_of(message.stage)
         if self._dispatchers[pp_rank].done:
+            # The sender is a step ahead: the message belongs to the next step, whose dispatcher does not exist yet.
             self._early.append((message, value))
         else:
             self._ranks[pp_rank].arrived(message, value)
@@ -169,15 +183,16 @@ class Executor:
                 self._broke(error)
                 return
             now = time.monotonic()
-            probe.ran(max(probe.at, last), now)  # a device runs its programs one after the other
+            # A device runs its programs in sequence: a queued one begins when the previous one ends.
+            probe.ran(max(probe.at, last), now)
             last = now
 
-    def _post(self, event: Callable[..., None], *given: Any) -> None:
-        """Let the host loop run a function, from any thread."""
-        self._events.put(partial(event, *given))
+    def _post(self, event: Callable[..., None], *args: Any) -> None:
+        """Have the host loop call a function; safe from any thread."""
+        self._events.put(partial(event, *args))
 
     def _broke(self, error: BaseException) -> None:
-        """Let the host loop raise an error of another thread."""
+        """Have the host loop raise another thread's error."""
 
         def throw() -> None:
             raise error
@@ -186,7 +201,7 @@ class Executor:
 
 
 def awaited(message: Message | None, pipe_shape: PipelineShape) -> Awaited | None:
-    """Return a message as the heartbeat tells people of it."""
+    """Return a message in the words and with the sending rank that the heartbeat reports."""
     if message is None:
         return None
     value = "the activations" if message.direction == "forward" else "the gradient"

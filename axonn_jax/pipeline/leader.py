@@ -16,17 +16,17 @@ _KINDS = list(Kind)
 
 
 class LeaderBroadcast:
-    """Broadcast of the first process's choice of tasks to the others of a stage, in messages of 16 bytes without waits.
+    """Nonblocking broadcast of the tasks that a stage's first process picks, in messages of 16 bytes.
 
-    Arrivals may differ between the processes of a stage, and their programs hold collectives: they must start the same
-    tasks in the same order. Orders go down a binary tree, so that none sends more than two. A step's orders wait here
-    until the step is followed: it may be of a batch shape that is still being compiled.
+    Messages may arrive at the processes of a stage in different orders, and the stage's programs contain collectives:
+    all processes must start the same tasks in the same order.
     """
 
     def __init__(self, stage: "MPI.Comm"):
         self._comm = stage
         rank, size = stage.Get_rank(), stage.Get_size()
         self.leads = rank == 0
+        # A binary tree: no process sends an order more than twice, whatever the size of the stage.
         self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
         self._lock = threading.Lock()
@@ -41,7 +41,10 @@ class LeaderBroadcast:
             self._thread.start()
 
     def follow(self, step: int, ordered: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
-        """Hand on a step's tasks as their orders come, from any thread; at once for orders that have come before."""
+        """Call `ordered` with each of a step's tasks, or `failed` with an error.
+
+        Tasks received before this call are passed on immediately, later ones from the listening thread.
+        """
         with self._lock:
             self._followed, self._ordered, self._failed = step, ordered, failed
             for task in self._early.pop(step, []):
@@ -50,12 +53,12 @@ class LeaderBroadcast:
                 failed(self._error)
 
     def leave(self) -> None:
-        """End the step that is followed, once all its tasks have come."""
+        """Stop following the current step; call it once all of the step's tasks have arrived."""
         with self._lock:
             self._followed = None
 
     def send(self, task: Task, step: int) -> None:
-        """Send the others a task, without waiting for them."""
+        """Send a task to the stage's other processes, without waiting for them."""
         self._pass_on(np.array([_KINDS.index(task.kind), task.stage, task.microbatch, step], np.int32))
 
     def close(self) -> None:
@@ -65,10 +68,12 @@ class LeaderBroadcast:
             self._thread.join(1.0)
 
     def _pass_on(self, order: np.ndarray) -> None:
+        # The buffer must outlive its request, so both are kept until MPI has sent it.
         self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
         self._sent += [(self._comm.Isend(order, child), order) for child in self._children]
 
     def _listen(self) -> None:
+        # Polling with a growing pause, not a blocking receive: `close` must be able to end the thread.
         parent, pause = (self._comm.Get_rank() - 1) // 2, 50e-6
         try:
             while not self._stop.is_set():
@@ -84,6 +89,7 @@ class LeaderBroadcast:
                 kind, stage, microbatch, step = order.tolist()
                 task = Task(_KINDS[kind], stage, microbatch)
                 with self._lock:
+                    # The leader may be a step ahead, or this process may still be compiling the step's batch shape.
                     if step == self._followed:
                         self._ordered(task)
                     else:

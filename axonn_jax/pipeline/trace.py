@@ -1,4 +1,4 @@
-"""Trace of a stretch of a model on local shards: inputs, outputs, forward and backward pass."""
+"""Traces of consecutive model segments on local shards: inputs, outputs, forward and backward pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from axonn_jax.tensor.params import SplitModule, key_of
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import Weights, cast_for_reduction, trained, training
 
-X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
-"""Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
+X, TOKENS, KEY, MICROBATCH, LAYER_OFFSET, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
+"""Names of a stage's non-parameter inputs. The leading space keeps them distinct from parameter names."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +34,34 @@ class StepShape:
     rows: int
     """Sequences of a microbatch, over all of `data` and `z`."""
     width: int
-    """Tokens a sequence, one more than the model reads."""
+    """Tokens per sequence, one more than the model reads."""
     microbatches: int
-    """Microbatches of a step."""
+    """Microbatches per step."""
     dtype: jnp.dtype
-    """Dtype of the layers' computation and of activations on their way."""
+    """Dtype of the layers' computation and of the activations sent between stages."""
     activations: Activations
-    """Policy for the activations that the forward pass keeps (`memory.remat`)."""
+    """Policy for the activations that the forward pass saves (`memory.remat`)."""
     sums: jnp.dtype
-    """Dtype in which gradients add up."""
+    """Dtype in which gradients accumulate over microbatches."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some segments of a model, in a row, on a mesh."""
+    """Consecutive segments of a model on a mesh."""
 
     parts: SplitModule
-    """The whole model, with abstract parameters."""
+    """The full model, with abstract parameters."""
     mesh: Mesh
     segments: range
     total: int
-    """Segments of the whole model."""
+    """Number of segments in the full model."""
     work: StepShape
     keyed: bool
     """True for dropout, which takes a key, a microbatch number and an offset of layer numbers."""
     x: jax.ShapeDtypeStruct | None
     """Incoming activations; None for the first stretch."""
     names: tuple[str, ...] = ()
-    """Parameters that the stretch reads; found by `survey`, as `y` is."""
+    """Parameters that the stretch reads; filled in by `survey`, like `y`."""
     y: jax.ShapeDtypeStruct | None = None
     """Outgoing activations; None for the last stretch."""
     forms: PrunedLayout | None = None
@@ -69,7 +69,7 @@ class Stretch:
 
     @property
     def first(self) -> bool:
-        """True if the stretch reads the tokens and nothing else."""
+        """True if the stretch starts from the tokens, without incoming activations."""
         return self.segments.start == 0
 
     @property
@@ -79,7 +79,7 @@ class Stretch:
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the stretch takes the tokens: the first, the last, and all of a model whose layers read them."""
+        """True if the stretch takes the tokens: the first, the last, and every one if the model's layers read them."""
         return self.first or self.last or self.model.reads_words
 
     @property
@@ -94,33 +94,34 @@ class Stretch:
         return model  # type: ignore[no-any-return]
 
     def inputs(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return every input by name, as a global array with its layout; `names` are those of parameters.
+        """Return the global shape and sharding of every input, keyed by name.
 
-        A parameter in another form is a pytree of such arrays.
+        Args:
+            names: Parameters to include. A pruned parameter is a pytree of arrays rather than a single one.
         """
 
-        def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
+        def struct(array: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        held = {**self.parts.params, **self._formed()}
-        given = {
-            name: jax.tree.map(lambda array, spec=self.parts.specs[name]: struct(array, spec), held[name])
+        params = {**self.parts.params, **self._pruned_structs()}
+        # The order of this dict is the order of the traced function's arguments: parameters come first.
+        structs = {
+            name: jax.tree.map(lambda leaf, spec=self.parts.specs[name]: struct(leaf, spec), params[name])
             for name in names
         }
         if self.x is not None:
-            given[X] = self.x
+            structs[X] = self.x
         if self.reads_tokens:
-            given[TOKENS] = struct(jax.ShapeDtypeStruct((self.work.rows, self.work.width), jnp.int32), P(BATCH_AXES))
+            structs[TOKENS] = struct(jax.ShapeDtypeStruct((self.work.rows, self.work.width), jnp.int32), P(BATCH_AXES))
         if self.keyed:
-            given[KEY] = struct(jax.eval_shape(lambda: key_of(0)), P())
-            given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
-            given[LATER] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
+            structs[KEY] = struct(jax.eval_shape(lambda: key_of(0)), P())
+            structs[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
+            structs[LAYER_OFFSET] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
         if self.counts:
-            given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
-        return given
+            structs[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
+        return structs
 
-    def _formed(self) -> Weights:
-        """Return the shapes of the parameters in another form."""
+    def _pruned_structs(self) -> Weights:
         if (forms := self.forms) is None:
             return {}
         dtype = next((self.parts.params[name].dtype for name in forms.shapes), self.work.dtype)
@@ -133,69 +134,88 @@ class Stretch:
         return self.inputs(self.names) | ({} if self.y is None else {DY: self.y})
 
     def forward(
-        self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]
+        self, params: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the outgoing activations, or the sum of the local targets' losses; on local shards.
+        """Run the forward pass on local shards.
 
-        Activations come with the losses that the layers add to the gradients; a loss has those in its gradient.
+        Args:
+            params: Trained parameters to differentiate with respect to, by name.
+            inputs: All other inputs, by name; also the weights as they are stored.
+
+        Returns:
+            The outgoing activations and the layers' balance losses (None without any). The last stretch returns the
+            sum of the local targets' losses instead, and None: its loss already carries the balance gradients.
         """
         key = None
         if self.keyed:
-            key = DropoutKey(given[KEY], given[LATER], given[MICROBATCH])
-        weights = self._weights(given)
-        frozen = {name: mark_varying(given[name], self.model.token_axes) for name in self.parts.frozen if name in given}
-        held = {**frozen, **training(weights, params, self.work.sums)}
-        model: Any = self.parts.merge({**self.parts.params, **held})
+            key = DropoutKey(inputs[KEY], inputs[LAYER_OFFSET], inputs[MICROBATCH])
+        weights = self._weights(inputs)
+        # Constants of the vjp: marking them varying adds no all-reduce to the backward pass.
+        frozen = {
+            name: mark_varying(inputs[name], self.model.token_axes) for name in self.parts.frozen if name in inputs
+        }
+        local_params = {**frozen, **training(weights, params, self.work.sums)}
+        model: Any = self.parts.merge({**self.parts.params, **local_params})
         if self.first:
-            x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
+            x = model.embed(inputs_of(model, inputs[TOKENS]), self.work.dtype, key)
         else:
-            x = model.continued(given[X], given[TOKENS] if model.reads_words else None)
+            x = model.continued(inputs[X], inputs[TOKENS] if model.reads_words else None)
         for number in self.segments:
             x = model.run_segment(number, x, key)
         if not self.last:
             return values_of(x), balance_of(x)
-        return model.total_loss(x, *targets_of(model, given[TOKENS])), None
+        return model.total_loss(x, *targets_of(model, inputs[TOKENS])), None
 
-    def own(self, given: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return the trained parameters, varying over the axes over which gradients then stay partial sums."""
-        axes, own, parts = self.model.token_axes, self._weights(given), self.parts
+    def trained_params(self, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Return the trained parameters, marked varying over the axes on which their gradients stay partial sums."""
+        axes, weights, parts = self.model.token_axes, self._weights(inputs), self.parts
         return {
             name: mark_varying(trained(weight, self.work.sums), parts.sum_axes(name, axes))
-            for name, weight in own.items()
+            for name, weight in weights.items()
         }
 
-    def _weights(self, given: Mapping[str, Any]) -> Weights:
-        """Return the trained parameters among the given inputs."""
-        return {name: given[name] for name in self.parts.trained if name in given}
+    def _weights(self, inputs: Mapping[str, Any]) -> Weights:
+        return {name: inputs[name] for name in self.parts.trained if name in inputs}
 
-    def whole(self, given: Mapping[str, Any], dy: jax.Array | None) -> list[jax.Array]:
-        """Return the result, the gradient of `x` if there is one, and the gradients of parameters, on local shards."""
-        rest = {name: value for name, value in given.items() if name != X}
-        x = given.get(X)
+    def forward_backward(self, inputs: Mapping[str, Any], dy: jax.Array | None) -> list[jax.Array]:
+        """Run the forward and backward pass on local shards.
+
+        Returns:
+            The forward result, the gradient of `x` if the stretch has one, and the parameters' gradients.
+        """
+        other_inputs = {name: value for name, value in inputs.items() if name != X}
+        x = inputs.get(X)
 
         def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-            return self.forward(params, rest if x is None else {**rest, X: x})
+            return self.forward(params, other_inputs if x is None else {**other_inputs, X: x})
 
-        (y, balance), pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
+        params = cast_for_reduction(self.work.sums, self.trained_params(inputs), self.parts.specs)
+        (y, balance), pull = jax.vjp(forward, params, x)
 
-        def seed(loss: jax.Array) -> jax.Array:  # the loss is the mean over all targets of the step that count
-            return mark_varying(jnp.full(loss.shape, given[SCALE], loss.dtype), compat.varying_axes(loss))
+        # Seed with the loss scale over the step's target count, so that microbatch gradients simply add up to the
+        # gradient of the mean over all counted targets.
+        def seed(loss: jax.Array) -> jax.Array:
+            return mark_varying(jnp.full(loss.shape, inputs[SCALE], loss.dtype), compat.varying_axes(loss))
 
         dp, dx = pull((seed(y) if dy is None else dy, None if balance is None else seed(balance)))
-        return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]
+        return [y, *([] if x is None else [dx]), *(dp[name] for name in inputs if name in dp)]
 
 
 class Traced(NamedTuple):
-    """Traced function on local shards, and for each of its arrays the name of the input that has it."""
+    """A function traced on local shards."""
 
     closed: compat.ClosedJaxpr
     names: list[str]
+    """Name of the input that each flat argument belongs to."""
 
 
 def survey(stretch: Stretch) -> Stretch:
-    """Return the stretch with its parameters and output, found by tracing its forward pass; allocates nothing."""
-    everything = stretch.inputs(stretch.parts.params)
-    closed, arrays = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
+    """Return the stretch with `names` and `y` filled in, from an abstract trace of its forward pass."""
+    structs = stretch.inputs(stretch.parts.params)
+    closed, arrays = _trace(
+        stretch, lambda inputs: [stretch.forward(stretch.trained_params(inputs), inputs)[0]], structs
+    )
+    # `cut` keeps only the inputs that the output depends on: the trace itself has all of the model's parameters.
     (part,) = cut(closed, [[0]], [])
     read = dict.fromkeys(arrays[i] for i in part.inputs)
     names = tuple(name for name in read if name in stretch.parts.params)
@@ -208,41 +228,43 @@ def survey(stretch: Stretch) -> Stretch:
     return replace(stretch, names=names, y=struct)
 
 
-def trace_whole(stretch: Stretch) -> Traced:
-    """Trace forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of its parameters]."""
-    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), stretch.all_inputs)
+def trace_forward_backward(stretch: Stretch) -> Traced:
+    """Trace forward and backward as one function: (inputs, `dy`) -> [result, `dx`, parameter gradients]."""
+    return _trace(stretch, lambda inputs: stretch.forward_backward(inputs, inputs.get(DY)), stretch.all_inputs)
 
 
-def _trace(stretch: Stretch, f: Any, given: Mapping[str, Any]) -> Traced:
+def _trace(stretch: Stretch, f: Any, structs: Mapping[str, Any]) -> Traced:
     traced: list[compat.ClosedJaxpr] = []
 
-    def named(inputs: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(given, inputs, strict=True))
+    def by_name(arrays: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(structs, arrays, strict=True))
 
-    def capture(*inputs: Any) -> jax.Array:
-        traced.append(jax.make_jaxpr(lambda *values: f(named(values)))(*inputs))
+    # Trace inside the manual region, not around it: the jaxpr must be that of local shards, whose equations `cut`
+    # moves between programs that are each put into a manual region again.
+    def capture(*arrays: Any) -> jax.Array:
+        traced.append(jax.make_jaxpr(lambda *values: f(by_name(values)))(*arrays))
         return jnp.zeros(())
 
-    specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in given.values())
-    jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(traced[0], [name for name, value in given.items() for _ in jax.tree.leaves(value)])
+    specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in structs.values())
+    jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *structs.values())
+    return Traced(traced[0], [name for name, value in structs.items() for _ in jax.tree.leaves(value)])
 
 
-def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
+def boundary_struct(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
     """Return the global form of a local value that crosses between programs, or between microbatches.
 
-    It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that every
-    device keeps its own values and nothing is communicated.
+    A leading dim spans the mesh axes over which the value varies, beyond those of `spec` (a parameter's own layout):
+    every device keeps its own values and nothing is communicated.
     """
-    own = spec_axes(spec) if spec is not None else frozenset()
-    extra = tuple(a for a in live_axes(mesh) if a in compat.varying_axes_of(aval) and a not in own)
+    param_axes = spec_axes(spec) if spec is not None else frozenset()
+    extra = tuple(a for a in live_axes(mesh) if a in compat.varying_axes_of(aval) and a not in param_axes)
     full = P(extra or None, *(spec or ()))
     shape = global_shape((1, *aval.shape), full, mesh)
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, full))
 
 
 def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of the array of which every device holds `local`, laid out by `spec`."""
+    """Return the global shape of an array whose shard on every device has shape `local` under `spec`."""
     shape = list(local)
     for dim, axes in enumerate(spec):
         for axis in () if axes is None else (axes,) if isinstance(axes, str) else axes:
@@ -252,22 +274,25 @@ def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """Segments in a row that run the programs of a stretch, which has these segments or like ones."""
+    """Consecutive segments that run the programs of a stretch: the stretch's own segments, or identical ones."""
 
     stretch: Stretch
     names: tuple[str, ...]
     """Names of the group's parameters, in the order of the stretch's `names`."""
-    later: int = 0
+    layer_offset: int = 0
     """Number of layers between the stretch and the group."""
 
 
-def like(first: Group, segments: Sequence[Segment], own: range) -> Group:
-    """Return the group of segments `own` that runs the programs of a first one, whose segments are like them."""
-    layer_of = {segments[a].layer: segments[b].layer for a, b in zip(first.stretch.segments, own, strict=True)}
+def shifted_group(first: Group, segments: Sequence[Segment], target: range) -> Group:
+    """Return the group of the `target` segments, identical to those of `first`, whose programs it reuses."""
+    source = first.stretch.segments
+    layer_of = {segments[a].layer: segments[b].layer for a, b in zip(source, target, strict=True)}
 
     def renamed(name: str) -> str:
         layer = next(layer for layer in layer_of if name.startswith(f"{layer}."))
         return layer_of[layer] + name.removeprefix(layer)
 
-    before, here = (int(segments[p.start].layer.rpartition(".")[2]) for p in (first.stretch.segments, own))
-    return replace(first, names=tuple(map(renamed, first.names)), later=here - before)
+    # Dropout keys are derived from layer numbers. With the offset passed as an input, layers of the two groups draw
+    # different masks although they share a program.
+    source_layer, target_layer = (int(segments[p.start].layer.rpartition(".")[2]) for p in (source, target))
+    return replace(first, names=tuple(map(renamed, first.names)), layer_offset=target_layer - source_layer)

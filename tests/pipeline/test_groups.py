@@ -53,7 +53,7 @@ def test_virtual_stages_of_a_rank_share_programs():
     stages, _, _ = planned(2, virtual_stages=4)
     inner = [stages[place].pop() for place in (2, 4, 6)]  # of rank 0, without its first
     assert len({id(group.stretch) for group in inner}) == 1
-    assert [group.later for group in inner] == [0, 4, 8]
+    assert [group.layer_offset for group in inner] == [0, 4, 8]
 
 
 @pytest.mark.parametrize("blocks", [6, 10])
@@ -63,7 +63,7 @@ def test_layers_of_one_program_see_the_same_tokens(blocks):
     stages, _, _ = planned(blocks, base=shape)
     for group in (group for stage in stages for group in stage):
         for layer in {(number - 1) // 2 for number in group.stretch.segments}:
-            assert shape.attention_rule(layer) == shape.attention_rule(layer + group.later)
+            assert shape.attention_rule(layer) == shape.attention_rule(layer + group.layer_offset)
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 5, 6, 7, 9, 11, 16])

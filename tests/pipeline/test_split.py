@@ -12,7 +12,7 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.partition_jaxpr import cut, keeps
-from axonn_jax.pipeline.trace import StepShape, trace_whole
+from axonn_jax.pipeline.trace import StepShape, trace_forward_backward
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.params import split_module
 
@@ -32,15 +32,15 @@ def handed(shape, precision):
     stages = plan(split_module(model), grid, PipelineShape(2, 4, 1), ranges, work, keyed=False)
     (group,) = stages[1]
     stretch = group.stretch
-    traced = trace_whole(stretch)
+    traced = trace_forward_backward(stretch)
     free = [i for i, name in enumerate(traced.names) if name in stretch.parts.params]
     gradients = range(2, len(traced.closed.jaxpr.outvars))
     parts = cut(traced.closed, [[0], [1], gradients], free, keeps("none"))
     found = []
     for at in (1, 2):
-        later = {pair for part in parts[at:] for pair in part.taken if pair[0] < at}
+        later = {pair for part in parts[at:] for pair in part.residual_inputs if pair[0] < at}
         inputs = {i for part in parts[at:] for i in part.inputs} - set(free)
-        avals = [parts[source].handed[position].aval for source, position in later]
+        avals = [parts[source].residuals[position].aval for source, position in later]
         avals += [traced.closed.jaxpr.invars[i].aval for i in inputs]
         found.append(sum(prod(aval.shape) * aval.dtype.itemsize for aval in avals))
     return [bytes_ / (work.rows * shape.seq_len * shape.hidden * dtypes.compute.itemsize) for bytes_ in found]
@@ -84,7 +84,7 @@ def test_what_is_handed_over_gives_the_same_gradients():
     parts = cut(closed, [[0], [1], [2, 3]], [1, 2])
     given, found = [], {}
     for part in parts:
-        taken = [given[source][position] for source, position in part.taken]
+        taken = [given[source][position] for source, position in part.residual_inputs]
         out, hand = part([inputs[i] for i in part.inputs], taken)
         given.append(hand)
         found.update(zip(part.outputs, out, strict=True))
