@@ -1,4 +1,4 @@
-"""Interface of a channel: asynchronous sends, and a callback for each arriving message."""
+"""Interface of a channel: asynchronous sends, and a callback per arriving message."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,28 +10,32 @@ import jax
 from axonn_jax.schedule.tasks import Message
 
 Deliver = Callable[[Message, jax.Array], None]
-"""Callback for an arrived message; called from any thread, must not block."""
+"""Callback for a message that has arrived; called from any thread, must not block."""
 
 Failed = Callable[[BaseException], None]
 """Callback for the exception that broke a channel; called once, from any thread, must not block."""
 
 
 class ChannelClosed(RuntimeError):
-    """A message was given to a closed, failed or unstarted channel."""
+    """Error of a channel that is closed, has failed or was never started."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Forms of the activations and gradients arriving at this process."""
+    """Shapes and layouts of the activations and gradients that arrive at this process."""
 
     arriving: Mapping[int, jax.ShapeDtypeStruct]
-    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage; gradients of
-    outgoing activations have the same form. `local` needs every stage, other channels this process's."""
+    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage. Gradients of its
+    outgoing activations have the same form. `local` needs all stages, the other channels only this process's."""
     stages: int
     """Virtual stages of the whole pipeline."""
 
     def form(self, message: Message) -> jax.ShapeDtypeStruct:
-        """Return the form of the array that `message` carries; ``KeyError`` for a stage that does not live here."""
+        """Return the shape and layout of the array that `message` carries.
+
+        Raises:
+            KeyError: The receiving stage does not live in this process.
+        """
         try:
             return self.arriving[message.stage]
         except KeyError:
@@ -39,11 +43,11 @@ class Ports:
 
 
 class Channel(ABC):
-    """Asynchronous transport of one array a message between neighbouring stages.
+    """Asynchronous transport between neighbouring stages, one array per message.
 
-    Messages between two stages in one direction arrive in any order, but messages of one name (from successive steps)
-    keep their order. The sender must not donate or delete a value before the message has left `unsent`; a program that
-    donates the value meanwhile makes a copy.
+    Messages between two stages may overtake each other, but messages of the same name (from successive steps) arrive
+    in order. The sender must not donate or delete a value before its message has left `unsent`; a program that donates
+    it before then makes a copy.
     """
 
     name: ClassVar[str]
@@ -51,45 +55,60 @@ class Channel(ABC):
 
     @abstractmethod
     def start(self, deliver: Deliver, failed: Failed) -> None:
-        """Begin to receive; arrays given to `deliver` are laid out on the receiving stage's mesh.
+        """Start to receive.
 
-        Whatever goes wrong in the channel's threads, an exception of `deliver` included, goes to `failed` once, and the
-        channel then carries nothing more. Raises ``ChannelClosed`` when started twice or after `close`.
+        Args:
+            deliver: Called with each message and its array, laid out on the receiving stage's mesh.
+            failed: Called once, with the first exception in the channel's threads, which may come from `deliver`. The
+                channel carries nothing afterwards.
+
+        Raises:
+            ChannelClosed: The channel was started before, or has been closed.
         """
 
     @abstractmethod
     def send(self, message: Message, value: jax.Array) -> None:
-        """Send `value`, laid out on the sending stage's mesh, without waiting for anything.
+        """Send an array without blocking.
 
-        `value` may still be in computation, and leaves when ready. Raises ``ChannelClosed`` where the channel does not
-        run, ``UserError`` where MPI has no tag for the microbatch.
+        Args:
+            message: The message that names it.
+            value: Array on the sending stage's mesh. It may still be being computed, and leaves once it is ready.
+
+        Raises:
+            ChannelClosed: The channel is not running.
+            UserError: MPI has no tag for the microbatch.
         """
 
     @abstractmethod
     def busy(self, active: bool) -> None:
-        """Tell, each time a program has been started or none is left, whether this process computes on the cores.
-        Looking for messages then costs (nearly) no time: the channel looks now, and seldom until the next call.
+        """Record whether programs of this process occupy the CPU cores.
+
+        Call it whenever a program has been started or none is running any more: polling for messages is nearly free at
+        that moment, so the channel polls right away, and rarely until the next call.
         """
 
     @abstractmethod
     def unsent(self) -> list[Message]:
-        """Return the unsent messages, for error lines."""
+        """Return the messages that have not left yet, for error messages."""
 
     @abstractmethod
     def flush(self, timeout: float) -> None:
         """Wait until every message has left.
 
-        Raises ``TimeoutError`` with the messages left after `timeout` seconds, ``ChannelClosed`` if the channel failed.
+        Raises:
+            TimeoutError: Messages remain after `timeout` seconds; the error names them.
+            ChannelClosed: The channel has failed.
         """
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """Stop the channel within about `timeout` seconds, after sending as much as possible; may be called twice.
+        """Send as much as possible and stop the channel, within about `timeout` seconds; may be called twice.
 
-        Returns False where a thread or a transfer is left hanging on a peer: an orderly exit could then wait for ever
-        in MPI or jax, so the process should leave with `os._exit`.
+        Returns:
+            False if a thread or a transfer still hangs on a peer. An orderly exit could then wait forever in MPI or
+            jax, so the process should leave with `os._exit`.
         """
 
     @abstractmethod
     def free(self) -> None:
-        """Free the channel's communicators, after `close`; collective over the pipe's ranks."""
+        """Free the channel's communicators after `close`; collective over the ranks of the pipe."""

@@ -14,17 +14,17 @@ import numpy as np
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.distributed.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
 
-_USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
+_USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, with the same meaning there
 
 
 class HostBuffers:
-    """Host memory: CPU devices' own, else copies. A buffer is whatever mpi4py takes as one."""
+    """Buffers in host memory: the memory of CPU devices itself, copies of other devices' arrays."""
 
     def enter(self) -> None:
-        """Prepare the calling thread, which makes all MPI calls."""
+        """Prepare the calling thread, which must be the one that makes all MPI calls."""
 
     def prepare(self, shard: jax.Array) -> None:
-        """Start the copy to the host of a shard to be sent; the shard may still be in computation."""
+        """Start to copy a shard to the host before it is sent; the shard may still be being computed."""
         shard.copy_to_host_async()  # nothing to do on CPU devices
 
     def outgoing(self, shard: jax.Array) -> np.ndarray:
@@ -32,38 +32,36 @@ class HostBuffers:
         return host_bytes(shard)
 
     def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:
-        """Return a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
+        """Return a new buffer for a shard of `form`, which must not be written to until it is `writable`."""
         return empty_bytes(shard_bytes(form))
 
     def writable(self, buffer: np.ndarray) -> bool:
-        """Return True if nothing uses the buffer's memory any more."""
+        """Return True once nothing else uses the buffer's memory."""
         return True
 
     def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """Return the received shard; `buffer` becomes part of the array."""
+        """Return the received shard as an array that owns `buffer`."""
         return from_bytes(buffer, form, device)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBytes:
-    """A one-device array's own memory as bytes, which every dtype is: the interface knows no bf16."""
+    """Memory of a single-device array as bytes; the CUDA array interface has no typestr for bfloat16."""
 
     held: jax.Array
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Address and size, by the protocol that mpi4py reads; writable, unlike the array's own."""
+        """Address and size for mpi4py; marked writable, which the array's own interface is not."""
         address = self.held.unsafe_buffer_pointer()  # type: ignore[attr-defined]
         return {"version": 3, "shape": (self.held.nbytes,), "typestr": "|u1", "data": (address, False)}
 
 
 class DeviceBuffers:
-    """Buffers in device memory, without a copy on either side; methods as in `HostBuffers`.
+    """Buffers in device memory, without a copy on either side; the methods are those of `HostBuffers`."""
 
-    New memory from XLA may still be in use by programs started earlier, for which a buffer would wait; so each device
-    keeps two buffers of a form in store, one for either direction.
-    """
-
+    # Memory that XLA has just allocated may still be in use by programs started earlier. Buffers are therefore
+    # allocated ahead of their use: two of a form for each device, one for either direction.
     STORED = 2
 
     def __init__(self, forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device]):
@@ -75,7 +73,7 @@ class DeviceBuffers:
                 self._fill(form, device)
 
     def enter(self) -> None:
-        """Make the device's CUDA context the thread's; without this MPI takes device memory for the host's."""
+        """Enter the device's CUDA context; without it MPI takes device memory for host memory."""
         if not computes_on_cores(self._device.platform):
             enter_context(self._device.local_hardware_id)
 
@@ -86,9 +84,9 @@ class DeviceBuffers:
         return DeviceBytes(shard)
 
     def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> DeviceBytes:  # noqa: D102
-        taken = self._store[self._key(form, device)].popleft()
+        array = self._store[self._key(form, device)].popleft()
         self._fill(form, device)
-        return DeviceBytes(taken)
+        return DeviceBytes(array)
 
     def writable(self, buffer: DeviceBytes) -> bool:  # noqa: D102
         return bool(buffer.held.is_ready())  # type: ignore[attr-defined]
@@ -100,11 +98,12 @@ class DeviceBuffers:
         return form.sharding.shard_shape(form.shape), np.dtype(form.dtype), device
 
     def _fill(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> None:
-        """Allocate the missing buffers of a form by running a program, whose result nothing else refers to."""
+        """Allocate the missing buffers of a form."""
         key = shape, dtype, _ = self._key(form, device)
         if key not in self._make:
-            here = jax.sharding.SingleDeviceSharding(device)
-            self._make[key] = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=here)
+            # The result of a program: nothing but the store refers to it, so MPI may overwrite it.
+            sharding = jax.sharding.SingleDeviceSharding(device)
+            self._make[key] = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
         while len(self._store[key]) < self.STORED:
             self._store[key].append(self._make[key]())
 
@@ -112,28 +111,41 @@ class DeviceBuffers:
 def choose_buffers(
     forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device], library: str
 ) -> HostBuffers | DeviceBuffers:
-    """Return the memory to use for messages of these forms on this process's devices, with the MPI of `library`."""
+    """Return the buffers to use for messages.
+
+    Args:
+        forms: Shapes and layouts of the arrays that arrive.
+        devices: Devices of this process.
+        library: File whose symbols include MPI's.
+    """
     return DeviceBuffers(forms, devices) if takes_device_memory(devices, library) else HostBuffers()
 
 
 def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """True if MPI accepts these devices' memory: as `MPI4JAX_USE_CUDA_MPI` says, else as MPI reports.
+    """Return True if MPI accepts these devices' memory: as `MPI4JAX_USE_CUDA_MPI` says, else as MPI reports.
 
-    MPI is asked in processes of one GPU only: of several, not every MPI can tell the owner of memory. `library` is a
-    file whose symbols include MPI's.
+    Args:
+        devices: Devices of this process.
+        library: File whose symbols include MPI's.
+        environ: Environment variables.
     """
     if not devices or computes_on_cores(devices[0].platform):
         return False
     if answer := environ.get(_USERS_WORD, "").lower():
         return answer in ("1", "true", "on")
+    # With several GPUs in the process, not every MPI can tell which of them owns the memory.
     if len(devices) > 1:
         return False
-    query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
+    query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension that not every MPI has
     return query is not None and bool(query())
 
 
 def enter_context(ordinal: int) -> None:
-    """Make a CUDA device's own context the calling thread's, as XLA does in threads of its own."""
+    """Make a CUDA device's primary context current in the calling thread, as XLA does in its own threads.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:  # another vendor's device

@@ -18,14 +18,19 @@ _FIELD = "pipeline.channel"
 def choose(name: str, processes: int) -> str:
     """Return the channel to use: `local`, `mpi4py` or `mpi4jax`.
 
-    `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
-    messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they are
-    not (scripts/bench/channels), and it needs one thread and no free core. On GPUs mpi4jax waits for the stream that
-    computes, and so each message for the tasks in it (read from its sources, not measured). `processes` is the run's
-    number of processes. Raises ``UserError`` for an unknown or impossible name.
+    Args:
+        name: Value of `pipeline.channel`; `auto` is `local` in one process and `mpi4py` in several.
+        processes: Number of processes of the run.
+
+    Raises:
+        UserError: The name is unknown or the channel cannot be used.
     """
-    if name not in (known := get_args(ChannelName)):
-        raise UserError(_FIELD, name, f"one of {', '.join(known)}{nearest(name, known)}")
+    # `auto` prefers mpi4py: for host memory it takes a third (small messages) to five sixths (large ones) of mpi4jax's
+    # time while cores are free, and 0.6 to 1.1 of it where they are not (scripts/bench/channels), and it needs one
+    # thread and no free core. On GPUs each mpi4jax message waits for the tasks in the compute stream (by its sources,
+    # not measured).
+    if name not in (names := get_args(ChannelName)):
+        raise UserError(_FIELD, name, f"one of {', '.join(names)}{nearest(name, names)}")
     if processes == 1 and name in ("auto", "local"):
         return "local"
     if processes == 1:
@@ -39,7 +44,7 @@ def choose(name: str, processes: int) -> str:
         check_pool()
     mpi = _need("mpi4py.MPI", name)
     level = mpi.Query_thread()
-    if level != mpi.THREAD_MULTIPLE:  # a channel's threads call MPI beside the caller's
+    if level != mpi.THREAD_MULTIPLE:  # a channel's threads call MPI concurrently with the caller's
         levels = {getattr(mpi, f"THREAD_{word}"): word for word in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
         raise UserError(
             _FIELD, name,
@@ -50,9 +55,12 @@ def choose(name: str, processes: int) -> str:
 
 
 def open_channel(name: str, ports: Ports, comm: "MPI.Comm | None" = None) -> Channel:
-    """Make the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's.
+    """Construct a channel without starting it; collective over `comm`.
 
-    A virtual stage lives on the rank `stage % comm.Get_size()`.
+    Args:
+        name: Result of `choose`.
+        ports: Arrays that arrive at this process.
+        comm: Communicator over the pipe; virtual stage `s` lives on its rank `s % comm.Get_size()`.
     """
     if name == "local":
         from axonn_jax.channels.local import LocalChannel
@@ -74,6 +82,6 @@ def _need(module: str, name: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        alone = " or channel mpi4py" if package == "mpi4jax" else ""
-        accepted = f"a channel with a package that imports; {package} does not ({error}): {_GET_IT}{alone}"
+        alternative = " or channel mpi4py" if package == "mpi4jax" else ""
+        accepted = f"a channel with a package that imports; {package} does not ({error}): {_GET_IT}{alternative}"
         raise UserError(_FIELD, name, accepted) from None

@@ -1,4 +1,4 @@
-"""Channel between stages on device slices of one process: jax moves the arrays."""
+"""Channel between stages on device slices of one process, where jax moves the arrays."""
 
 from typing import ClassVar
 
@@ -9,9 +9,9 @@ from axonn_jax.schedule.tasks import Message
 
 
 class LocalChannel(Channel):
-    """Channel that puts every message on the destination's devices at once.
+    """Channel that copies every message to the destination's devices immediately.
 
-    A delivered array may still be in computation or under way; programs wait for the array on the device.
+    A delivered array may still be being computed or transferred; the device orders programs that read it after that.
     """
 
     name: ClassVar[str] = "local"
@@ -49,10 +49,16 @@ class LocalChannel(Channel):
 
 
 def move(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
-    """Lay `value` out as `form`, another stage's mesh of the same shape, without waiting.
+    """Move `value` to another stage's mesh, without waiting.
 
-    Communication: one transfer of a shard from each device to its counterpart, none between devices of equal shards.
-    Raises ``ValueError`` where shape or dtype differ.
+    Communication: each device sends its shard to its counterpart in the other mesh; replicas exchange nothing.
+
+    Args:
+        value: Array on the sending stage's mesh.
+        form: Its shape, dtype and layout on the receiving stage's mesh, which has the same shape.
+
+    Raises:
+        ValueError: Shape or dtype differ.
     """
     if value.shape != form.shape or value.dtype != form.dtype:
         raise ValueError(f"{value.dtype}{value.shape} sent where {form.dtype}{form.shape} is expected")

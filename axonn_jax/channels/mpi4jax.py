@@ -1,4 +1,4 @@
-"""Channel between processes through mpi4jax: blocking transfers of device memory, in threads of its own."""
+"""Channel between processes through mpi4jax: blocking transfers of device memory, in dedicated threads."""
 
 import atexit
 import os
@@ -32,17 +32,14 @@ _Outgoing = tuple[int, Message, list[jax.Array]]
 class Mpi4jaxChannel(Channel):
     """Channel with a sender and a receiver thread for each direction, which dispatch mpi4jax's blocking operations.
 
-    jax orders the mpi4jax calls of one thread only, so the four run side by side. A tag is part of a compiled program;
-    so the tag of a shard's data is the device's number, the same program serves every message, and a header of 16 bytes
-    in front names stage and microbatch. Header and data have a communicator each. The data's communicator is mpi4jax's
-    alone, but a receiver looks there (`Iprobe`) before dispatching a receive, which would otherwise spin on a core.
-    Between processes of one host who sends a header notifies the receiver.
+    jax orders the mpi4jax calls of one thread only, so the four threads run concurrently. A header of 16 bytes names a
+    message's stage and microbatch; the shards of its array follow, on a communicator of their own. Between processes of
+    one host the sender of a header notifies the receiver.
 
-    On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
-    at a time, and receives only arrived messages; else sends both ways could take all threads of all processes, and
-    nobody could receive. Raises ``UserError`` where the pool has one thread.
+    Collective over `comm`, whose ranks are those of the pipe; `comm` is duplicated four times and otherwise unused.
 
-    Collective over `comm`, whose ranks are the pipe's; `comm` is duplicated four times and otherwise unused.
+    Raises:
+        UserError: jax's CPU pool has a single thread.
     """
 
     name: ClassVar[str] = "mpi4jax"
@@ -50,8 +47,10 @@ class Mpi4jaxChannel(Channel):
     def __init__(self, comm: "MPI.Comm", ports: Ports):
         check_pool()
         self._tracker = SendTracker(self.name)
-        turn = threading.Lock()
-        self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, turn) for d in get_args(Direction)}
+        # On CPU devices a blocked operation occupies a thread of jax's pool, which has one thread per core. If sends in
+        # both directions could take all threads of all processes, nobody could receive: one send at a time.
+        send_lock = threading.Lock()
+        self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, send_lock) for d in get_args(Direction)}
         self._threads: list[threading.Thread] = []
 
     def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
@@ -69,7 +68,7 @@ class Mpi4jaxChannel(Channel):
             for role, work in (("send", threads.send_all), ("receive", partial(threads.receive_all, deliver))):
                 name = f"channel-mpi4jax-{direction}-{role}"
                 self._threads.append(threading.Thread(target=run, args=(work,), name=name, daemon=True))
-        atexit.register(self.close, 1.0)  # a thread inside MPI while the interpreter finalises it would crash
+        atexit.register(self.close, 1.0)  # a thread that is inside MPI during finalization would crash
         for thread in self._threads:
             thread.start()
 
@@ -109,47 +108,44 @@ class _DirectionThreads:
     """Sender and receiver thread of one direction, with their communicators and the queue of messages to send."""
 
     def __init__(
-        self, direction: Direction, comm: "MPI.Comm", ports: Ports, tracker: SendTracker, turn: threading.Lock
+        self, direction: Direction, comm: "MPI.Comm", ports: Ports, tracker: SendTracker, send_lock: threading.Lock
     ):
         self.messages: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
-        self._headers, self._data, self._turn = comm.Dup(), comm.Dup(), turn
+        self._headers, self._data, self._send_lock = comm.Dup(), comm.Dup(), send_lock
         self.wakeup = Wakeup()
         """Wakeup of the receiver thread."""
         self.wakeup.connect(comm, ports)
         self._closing = False
 
     def free(self) -> None:
-        """Free both communicators."""
         self._headers.Free()
         self._data.Free()
 
     def close(self) -> None:
-        """End both threads, unless one is in mpi4jax."""
+        """Ask both threads to end; one that is inside mpi4jax does not."""
         self._closing = True
         self.wakeup.wake()
         self.messages.put(None)
 
     def send_all(self) -> None:
-        """Send messages in order until the channel closes."""
         programs: dict[tuple[int, int], Any] = {}
         while (outgoing := self.messages.get()) is not None:
             number, message, shards = outgoing
-            # Not before the value is there: the receiver starts to wait for the data once it has the header.
+            # No header before the value is ready: its receiver starts to wait for the data immediately.
             jax.block_until_ready(shards)
             peer = message.stage % self._size
             self._headers.Send(np.asarray([message.stage, message.microbatch], np.int64), peer)
             self.wakeup.notify(peer)
-            with self._turn:
+            with self._send_lock:
                 for index, shard in enumerate(shards):
                     key = (peer, index)
                     programs[key] = programs.get(key) or _sender(self._data, peer, index)
                     programs[key](shard)
-                jax.effects_barrier()  # of this thread's calls only
+                jax.effects_barrier()  # waits for this thread's calls only
             self._tracker.remove(number)
 
     def receive_all(self, deliver: Deliver) -> None:
-        """Receive and deliver until the channel closes."""
         from mpi4py import MPI
 
         programs: dict[tuple[int, int, int], Any] = {}
@@ -158,16 +154,18 @@ class _DirectionThreads:
         while self._wait_for(self._headers, MPI.ANY_SOURCE, MPI.ANY_TAG, status, transferring=False):
             source = status.Get_source()
             self._headers.Recv(header, source)
-            self.wakeup.found()
+            self.wakeup.progressed()
             message = Message(self._direction, int(header[0]), int(header[1]))
             form = self._ports.form(message)
             shards = []
             for index, device in enumerate(local_devices(form.sharding)):
                 if not self._wait_for(self._data, source, index, status, transferring=True):
                     return
-                got, expected = status.Get_count(MPI.BYTE), shard_bytes(form)
-                if got != expected:
-                    raise ValueError(f"{message}: a shard of {got} bytes came, {expected} are expected")
+                received, expected = status.Get_count(MPI.BYTE), shard_bytes(form)
+                if received != expected:
+                    raise ValueError(f"{message}: a shard of {received} bytes came, {expected} are expected")
+                # The tag is compiled into the program. As it is the device's number, and not the message's, a stage
+                # needs one program per peer and device.
                 key = (source, message.stage, index)
                 programs[key] = programs.get(key) or _receiver(self._data, source, index, form, device)
                 shards.append(programs[key]())
@@ -175,8 +173,9 @@ class _DirectionThreads:
             deliver(message, rebuild(form, shards))
 
     def _wait_for(self, comm: "MPI.Comm", source: int, tag: int, status: "MPI.Status", *, transferring: bool) -> bool:
-        """Sleep until a message is there to be received; False once the channel closes."""
-        self.wakeup.found(more=True)
+        """Sleep until a message can be received; return False once the channel closes."""
+        # A receive that is dispatched too early would spin on a core, and hold a thread of jax's pool.
+        self.wakeup.progressed(more=True)
         while not comm.Iprobe(source, tag, status):
             if self._closing:
                 return False
@@ -185,7 +184,7 @@ class _DirectionThreads:
 
 
 def pool_threads(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the threads of jax's CPU pool in this process, beside those that its devices need; see `widen_pool`."""
+    """Return the size of jax's CPU pool in this process, excluding threads that its devices need; see `widen_pool`."""
     for name in _POOL:
         if (text := environ.get(name, "")).isdecimal():
             return int(text)
@@ -193,16 +192,21 @@ def pool_threads(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def widen_pool(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Give jax's CPU pool the two threads that this channel needs; call before jax starts, which fixes their number.
+    """Give jax's CPU pool the two threads that this channel needs.
 
-    The pool of a process of one core, as mpirun binds each of two ranks, has one. A number set by the user stays.
+    Call it before jax starts, which fixes the size of the pool. A process bound to one core, as mpirun binds each of
+    two ranks, has a pool of one thread. A number set by the user is left alone.
     """
     if pool_threads(environ) < _LEAST_THREADS and not any(environ.get(name) for name in _POOL):
         environ[_POOL[-1]] = str(_LEAST_THREADS)
 
 
 def check_pool() -> None:
-    """Raise ``UserError`` if jax's CPU pool has one thread: a blocked send would stop all receives. Starts jax."""
+    """Check that jax's CPU pool has a thread for receives while a send is blocked; starts jax.
+
+    Raises:
+        UserError: The pool has a single thread.
+    """
     if not computes_on_cores(jax.default_backend()) or jax.local_device_count() >= _LEAST_THREADS:
         return
     if pool_threads() < _LEAST_THREADS:
@@ -212,12 +216,11 @@ def check_pool() -> None:
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """Return the carrier of `dtype` through MPI: unsigned integers for short floats, which MPI lacks."""
+    # MPI has no types for short floats: they travel as unsigned integers.
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 
 def _sender(comm: "MPI.Comm", peer: int, tag: int) -> Any:
-    """Return the compiled send of a shard to rank `peer`."""
     import mpi4jax
 
     def send(shard: jax.Array) -> None:
@@ -227,11 +230,10 @@ def _sender(comm: "MPI.Comm", peer: int, tag: int) -> Any:
 
 
 def _receiver(comm: "MPI.Comm", source: int, tag: int, form: jax.ShapeDtypeStruct, device: jax.Device) -> Any:
-    """Return the compiled receive of a shard of `form` onto `device`."""
     import mpi4jax
 
     def receive() -> jax.Array:
-        like = jnp.zeros(form.sharding.shard_shape(form.shape), _carrier(np.dtype(form.dtype)))
-        return jax.lax.bitcast_convert_type(mpi4jax.recv(like, source, tag=tag, comm=comm), form.dtype)
+        template = jnp.zeros(form.sharding.shard_shape(form.shape), _carrier(np.dtype(form.dtype)))
+        return jax.lax.bitcast_convert_type(mpi4jax.recv(template, source, tag=tag, comm=comm), form.dtype)
 
     return jax.jit(receive, out_shardings=jax.sharding.SingleDeviceSharding(device))

@@ -20,12 +20,12 @@ from axonn_jax.schedule.tasks import Direction, Message
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_DRAIN_S = 0.02  # between looks at transfers that a closed channel still waits for
+_DRAIN_S = 0.02  # between polls of transfers that a closed channel still waits for
 
 
 @dataclass(eq=False)
 class _Sending:
-    """A message under way, and the buffers MPI reads."""
+    """A message being sent, and the buffers that MPI reads."""
 
     number: int
     message: Message
@@ -36,12 +36,12 @@ class _Sending:
 
 @dataclass(eq=False)
 class _Arriving:
-    """A message of which at least one shard has been matched."""
+    """A message of which MPI has matched at least one shard."""
 
     message: Message
     form: jax.ShapeDtypeStruct
     buffers: dict[int, Any] = field(default_factory=dict)
-    matched: "dict[int, MPI.Message]" = field(default_factory=dict)  # until their buffers are free to be written
+    matched: "dict[int, MPI.Message]" = field(default_factory=dict)  # until their buffers are writable
     requests: "dict[int, MPI.Request]" = field(default_factory=dict)
     arrays: dict[int, jax.Array] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Mpi4pyChannel(Channel):
     """Channel with one progress thread that makes all MPI calls; each shard is one message to its peer process.
 
     Between processes of one host the sender notifies the receiver, so no process polls in vain. Collective over `comm`,
-    whose ranks are the pipe's; `comm` is duplicated once a direction and otherwise unused.
+    whose ranks are those of the pipe; `comm` is duplicated once per direction and otherwise unused.
     """
 
     name: ClassVar[str] = "mpi4py"
@@ -65,11 +65,12 @@ class Mpi4pyChannel(Channel):
         self._comms = {direction: comm.Dup() for direction in get_args(Direction)}
         devices = next(iter(self._devices.values()))
         self._buffers = choose_buffers(list(ports.arriving.values()), devices, MPI.__file__)
-        largest = comm.Get_attr(MPI.TAG_UB)
-        self._tags = Tags(ports.stages, len(devices), 32767 if largest is None else int(largest))
+        # The MPI standard guarantees tags up to 32,767.
+        max_tag = comm.Get_attr(MPI.TAG_UB)
+        self._tags = Tags(ports.stages, len(devices), 32767 if max_tag is None else int(max_tag))
         self._tracker = SendTracker(self.name)
-        self._posted: deque[_Sending] = deque()  # by send, for the thread
-        self._waiting: list[_Sending] = []  # for their values
+        self._posted: deque[_Sending] = deque()  # from `send`, for the progress thread
+        self._waiting: list[_Sending] = []  # for their values to be computed
         self._sending: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._wakeup = Wakeup()
@@ -108,7 +109,7 @@ class Mpi4pyChannel(Channel):
         if self._thread is None:
             return True
         self._thread.join(timeout)
-        self._draining = True  # the thread holds the buffers that MPI may still touch, and so has to live on
+        self._draining = True  # the thread owns buffers that MPI may still access, so it has to live on
         if not self._thread.is_alive():
             atexit.unregister(self._exit)
         return not (self._thread.is_alive() or self._sending or self._arriving)
@@ -118,7 +119,7 @@ class Mpi4pyChannel(Channel):
             comm.Free()
 
     def _exit(self) -> None:
-        """Keep the progress thread out of MPI while the interpreter exits, where a call would crash."""
+        """Keep the progress thread out of MPI while the interpreter exits: a call would crash then."""
         if not self.close(1.0) and self._thread is not None:
             self._abandoned = True
             self._wakeup.wake()
@@ -139,7 +140,7 @@ class Mpi4pyChannel(Channel):
             progressed |= self._match()
             progressed |= bool(self._arriving) and self._finish_receives(deliver)
             if progressed:
-                self._wakeup.found(more=bool(self._sending))
+                self._wakeup.progressed(more=bool(self._sending))
                 continue
             transferring = bool(self._sending or self._arriving)
             if self._abandoned or (self._closing and not (transferring or self._waiting or self._posted)):
@@ -150,23 +151,23 @@ class Mpi4pyChannel(Channel):
                 self._wakeup.sleep(transferring=bool(self._arriving or self._waiting), sending=bool(self._sending))
 
     def _post(self) -> bool:
-        """Start the sends whose values are ready."""
         while self._posted:
             self._waiting.append(self._posted.popleft())
         waiting, self._waiting = self._waiting, []
-        held: set[Message] = set()  # messages of which an older one of the same name has not left
+        # Names whose oldest message has not left. Successive steps use the same names, so those must leave in order.
+        blocked: set[Message] = set()
         for sending in waiting:
-            if sending.message in held or not all(map(_ready, sending.shards)):
-                held.add(sending.message)
+            if sending.message in blocked or not all(map(_ready, sending.shards)):
+                blocked.add(sending.message)
                 self._waiting.append(sending)
                 continue
             comm = self._comms[sending.message.direction]
             peer = sending.message.stage % self._size
             for index, shard in enumerate(sending.shards):
-                sent = self._buffers.outgoing(shard)
-                sending.buffers.append(sent)
+                buffer = self._buffers.outgoing(shard)
+                sending.buffers.append(buffer)
                 tag = self._tags.of(sending.message, index)
-                sending.requests.append(comm.Isend([sent, self._mpi.BYTE], peer, tag))
+                sending.requests.append(comm.Isend([buffer, self._mpi.BYTE], peer, tag))
             self._wakeup.notify(peer)
             self._sending.append(sending)
         return len(self._waiting) < len(waiting)
@@ -181,7 +182,7 @@ class Mpi4pyChannel(Channel):
         return True
 
     def _match(self) -> bool:
-        """Start to receive matched messages, each shard into fresh memory, which the resulting array may keep."""
+        """Start to receive messages that MPI can match, each shard into new memory, which its array may keep."""
         if self._closing:
             return False
         matched_any = False
@@ -191,19 +192,20 @@ class Mpi4pyChannel(Channel):
                 stage, microbatch, index = self._tags.read(status.Get_tag())
                 message = Message(direction, stage, microbatch)
                 form = self._ports.form(message)
-                expected, got = shard_bytes(form), status.Get_count(self._mpi.BYTE)
-                if got != expected:
-                    raise ValueError(f"{message}: a shard of {got} bytes came, {expected} are expected")
+                expected, received = shard_bytes(form), status.Get_count(self._mpi.BYTE)
+                if received != expected:
+                    raise ValueError(f"{message}: a shard of {received} bytes came, {expected} are expected")
                 arriving = self._open(message, form, index)
                 arriving.buffers[index] = self._buffers.incoming(form, self._devices[stage][index])
                 arriving.matched[index] = matched
                 self._receive(arriving)
+                # A transfer that does not complete at once needs MPI calls at the sender too, which may be asleep.
                 if index in arriving.matched or not arriving.requests[index].Test():
-                    self._wakeup.notify(status.Get_source())  # who may have to go on with it
+                    self._wakeup.notify(status.Get_source())
         return matched_any
 
     def _receive(self, arriving: _Arriving) -> None:
-        """Start the receives whose buffers are free."""
+        """Start the receives whose buffers are writable."""
         for index in [index for index in arriving.matched if self._buffers.writable(arriving.buffers[index])]:
             matched = arriving.matched.pop(index)
             arriving.requests[index] = matched.Irecv([arriving.buffers[index], self._mpi.BYTE])
@@ -214,7 +216,7 @@ class Mpi4pyChannel(Channel):
             yield matched, status
 
     def _open(self, message: Message, form: jax.ShapeDtypeStruct, index: int) -> _Arriving:
-        """Return the oldest message of this name without this shard: successive steps use the same names."""
+        """Return the oldest message of this name that lacks this shard: successive steps use the same names."""
         for arriving in self._arriving:
             if arriving.message == message and index not in arriving.buffers:
                 return arriving
@@ -223,15 +225,15 @@ class Mpi4pyChannel(Channel):
 
     def _finish_receives(self, deliver: Deliver) -> bool:
         finished = False
-        held: set[Message] = set()  # messages of which an older one of the same name is not complete
+        blocked: set[Message] = set()  # names whose oldest message is not complete: they are delivered in order
         for arriving in list(self._arriving):
             devices = self._devices[arriving.message.stage]
             self._receive(arriving)
             for index in [index for index, request in arriving.requests.items() if request.Test()]:
                 del arriving.requests[index]
                 arriving.arrays[index] = self._buffers.array(arriving.buffers[index], arriving.form, devices[index])
-            if len(arriving.arrays) < len(devices) or arriving.message in held:
-                held.add(arriving.message)
+            if len(arriving.arrays) < len(devices) or arriving.message in blocked:
+                blocked.add(arriving.message)
                 continue
             finished = True
             self._arriving.remove(arriving)

@@ -10,7 +10,7 @@ from axonn_jax.terminal import counted
 
 
 class SendTracker:
-    """Unsent messages of a channel and its first error; safe to use from several threads."""
+    """Unsent messages of a channel and its first error; thread-safe."""
 
     def __init__(self, name: str):
         self._name = name
@@ -22,7 +22,11 @@ class SendTracker:
         self._error: BaseException | None = None
 
     def open(self) -> None:
-        """Accept messages from now on; ``ChannelClosed`` the second time and after `end`."""
+        """Accept messages from now on.
+
+        Raises:
+            ChannelClosed: The tracker was opened before, or has ended.
+        """
         with self._changed:
             if self._open or self._ended:
                 raise ChannelClosed(f"{self._name} channel: started twice, or after close")
@@ -34,7 +38,7 @@ class SendTracker:
             self._open, self._ended = False, True
 
     def fail(self, error: BaseException) -> bool:
-        """Record the exception that broke the channel; return True for the first one."""
+        """Record an exception that broke the channel; return True if it is the first one."""
         with self._changed:
             first = self._error is None
             if first:
@@ -43,7 +47,11 @@ class SendTracker:
         return first
 
     def add(self, message: Message) -> int:
-        """Return the number of a message to send; ``ChannelClosed`` where the channel does not run."""
+        """Record a message to send and return its number.
+
+        Raises:
+            ChannelClosed: The channel is not running.
+        """
         with self._changed:
             if not self._open or self._error is not None:
                 raise ChannelClosed(f"{self._name} channel: not running, so no {message}") from self._error
@@ -66,10 +74,10 @@ class SendTracker:
         """Wait until every message has left; see `Channel.flush`."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._unsent or self._error is not None, timeout)
-            left = list(self._unsent.values())
+            remaining = list(self._unsent.values())
         if self._error is not None:
-            unsent = f"{counted(len(left), 'message')} unsent"
+            unsent = f"{counted(len(remaining), 'message')} unsent"
             raise ChannelClosed(f"{self._name} channel: failed, {unsent}") from self._error
         if not done:
-            left_by = f"not taken by their receivers within {timeout:g} s: {first_of(left, '; ')}"
-            raise TimeoutError(f"{self._name} channel: {counted(len(left), 'message')} {left_by}")
+            reason = f"not taken by their receivers within {timeout:g} s: {first_of(remaining, '; ')}"
+            raise TimeoutError(f"{self._name} channel: {counted(len(remaining), 'message')} {reason}")

@@ -1,4 +1,4 @@
-"""MPI tags of messages between stages: one for each shard of an array."""
+"""MPI tags of messages between stages, one per shard of an array."""
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.tasks import Message
@@ -12,11 +12,15 @@ class Tags:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches for which there are tags."""
+        """Number of microbatches that the tags suffice for."""
         return (self._largest + 1) // (self._stages * self._shards)
 
     def of(self, message: Message, shard: int = 0) -> int:
-        """Return the tag of a shard; ``UserError`` where this MPI's tags do not go that far."""
+        """Return the tag of a shard.
+
+        Raises:
+            UserError: The tag exceeds what this MPI allows.
+        """
         if message.microbatch >= self.microbatches:
             raise UserError(
                 "train.microbatches", f"{message.microbatch + 1} or more",
@@ -26,7 +30,7 @@ class Tags:
         return (message.microbatch * self._stages + message.stage) * self._shards + shard
 
     def read(self, tag: int) -> tuple[int, int, int]:
-        """Return stage, microbatch and shard of a tag."""
-        rest, shard = divmod(tag, self._shards)
-        microbatch, stage = divmod(rest, self._stages)
+        """Return the stage, microbatch and shard that a tag stands for."""
+        index, shard = divmod(tag, self._shards)
+        microbatch, stage = divmod(index, self._stages)
         return stage, microbatch, shard

@@ -156,7 +156,7 @@ def test_sleeps_stay_a_small_share_of_the_wait():
             now[0] = waited
             seen[-1].append(wakeup.seconds(transferring=transferring))
     assert seen == [[50e-6, 4e-3, 50e-6], [200e-6, 4e-3, 1e-3], [1e-3, 12.5e-3, 1e-3], [1e-3, 16e-3, 1e-3]]
-    wakeup.found()
+    wakeup.progressed()
     wakeup.computing(False)
     assert wakeup.seconds(transferring=False) == 50e-6
     wakeup.notified = True  # only a transfer is looked after
