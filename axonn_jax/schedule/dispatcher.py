@@ -1,4 +1,4 @@
-"""Dispatchers: the next task of a rank, given the messages that have arrived and the tasks that have finished."""
+"""Dispatcher of a rank's tasks, by the messages that have arrived and the tasks that have finished."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -7,13 +7,17 @@ from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, 
 
 
 class OrderedDispatcher:
-    """Dispatcher that starts the tasks of one rank in a given order, each as soon as its input is there.
+    """Dispatcher that starts the tasks of one rank in a fixed order, each as soon as its input has arrived.
 
-    The processes of a stage other than its first follow that one: their programs hold collectives, so all must start
-    the same tasks in the same order. A fixed policy is an order known in advance.
+    Policies with a fixed order pass all tasks to the constructor. Under the message-driven policy, every process of a
+    stage but the first appends the tasks that the first one broadcasts: the stage's programs contain collectives, so
+    all its processes must start the same tasks in the same order.
 
-    A task's dependency on its own rank (a forward before its backward, input before weight gradients) is met once the
-    predecessor was *started*: a device runs its tasks in the order of their start, so a caller may start ahead.
+    A dependency between two tasks of the rank (a forward before its backward, input before weight gradients) is met
+    once the predecessor has *started*: a device runs tasks in the order of their start, so a caller may start ahead.
+
+    Raises:
+        ValueError: The pipeline has no such rank.
     """
 
     def __init__(
@@ -29,9 +33,9 @@ class OrderedDispatcher:
         self.shape, self.rank = shape, rank
         self._pipe, self._stages = shape.pipe, shape.stages
         self._last = last
-        """Kinds of task that end a microbatch in a stage."""
-        self._order = deque(order)  # and not yet started
-        self._known: set[Task] = set()  # ever appended
+        """Kinds of task that finish a microbatch in a stage."""
+        self._order = deque(order)  # tasks not started yet
+        self._appended: set[Task] = set()
         self._arrived: set[Message] = set()
         self._begun: set[Task] = set()
         self._running: set[Task] = set()
@@ -40,18 +44,20 @@ class OrderedDispatcher:
     def append(self, task: Task) -> None:
         """Append a task to the order.
 
-        Raises ``ValueError`` for a task of another rank, or one that is in it already.
+        Raises:
+            ValueError: The task belongs to another rank, or was appended before.
         """
         self._check_owner(task, task.stage, task.microbatch)
-        if task in self._known:
+        if task in self._appended:
             raise ValueError(f"rank {self.rank}: {task} came twice")
-        self._known.add(task)
+        self._appended.add(task)
         self._order.append(task)
 
     def arrived(self, message: Message) -> None:
         """Record that an input has arrived.
 
-        Raises ``ValueError`` for a message that came before or is for nobody here.
+        Raises:
+            ValueError: The message arrived before, or no stage of this rank receives it.
         """
         self._check_message(message)
         if message in self._arrived:
@@ -59,7 +65,7 @@ class OrderedDispatcher:
         self._arrived.add(message)
 
     def next(self) -> Task | None:
-        """Return the task to start now, counted as started, or None if nothing can be started."""
+        """Return the task to start now and count it as started; None if no task can start."""
         if not self._order or not self._ready(self._order[0]):
             return None
         task = self._order.popleft()
@@ -67,7 +73,11 @@ class OrderedDispatcher:
         return self._start(task)
 
     def finished(self, task: Task) -> None:
-        """Record that a started task has run. Raises ``ValueError`` for a task that is not running."""
+        """Record that a started task has run.
+
+        Raises:
+            ValueError: The task is not running.
+        """
         if task not in self._running:
             raise ValueError(f"rank {self.rank}: {task} finished but is not running")
         self._running.remove(task)
@@ -75,13 +85,13 @@ class OrderedDispatcher:
             self._releases += 1
 
     def waiting_for(self) -> list[Message]:
-        """Return the messages whose absence stops this rank now, most urgent first."""
+        """Return the missing messages that this rank waits for, most urgent first."""
         message = needs(self._order[0], self.shape) if self._order else None
         return [message] if message is not None and message not in self._arrived else []
 
     @property
     def blocked(self) -> Task | None:
-        """The next task of the order if its inputs are not there, else None."""
+        """Next task of the order if its inputs are missing, else None."""
         return self._order[0] if self._order and not self._ready(self._order[0]) else None
 
     @property
@@ -91,14 +101,14 @@ class OrderedDispatcher:
 
     @property
     def started(self) -> int:
-        """Tasks started so far."""
+        """Number of tasks started so far."""
         return self._count
 
     @property
     def live(self) -> int:
-        """Activations alive: forwards started less backwards (or weight gradients) finished.
+        """Number of live activations: forwards started minus backwards (or weight gradients) finished.
 
-        A caller that starts ahead sees a larger number here than the device, by the tasks that have not run yet.
+        For a caller that starts ahead it exceeds the device's number by the tasks that have not run yet.
         """
         return self._forwarded - self._releases
 
@@ -109,9 +119,8 @@ class OrderedDispatcher:
         return task
 
     def _ready(self, task: Task) -> bool:
-        """Return True if the inputs of a task are there."""
-        before = predecessor(task)
-        if before is not None and Task(before, task.stage, task.microbatch) not in self._begun:
+        previous = predecessor(task)
+        if previous is not None and Task(previous, task.stage, task.microbatch) not in self._begun:
             return False
         message = needs(task, self.shape)
         return message is None or message in self._arrived
@@ -121,14 +130,16 @@ class OrderedDispatcher:
         if message.stage == (0 if message.direction == "forward" else self._stages - 1):
             raise ValueError(f"rank {self.rank}: nobody sends a {message}")
 
-    def _check_owner(self, what: object, stage: int, microbatch: int) -> None:
-        here = stage % self._pipe == self.rank and 0 <= stage < self._stages
-        if not here or not 0 <= microbatch < self.shape.microbatches:
-            raise ValueError(f"rank {self.rank} of {self.shape}: has no place for {what}")
+    def _check_owner(self, item: object, stage: int, microbatch: int) -> None:
+        is_local = stage % self._pipe == self.rank and 0 <= stage < self._stages
+        if not is_local or not 0 <= microbatch < self.shape.microbatches:
+            raise ValueError(f"rank {self.rank} of {self.shape}: has no place for {item}")
 
 
 def forward_only(shape: PipelineShape, rank: int) -> OrderedDispatcher:
-    """Return an evaluation's dispatcher: microbatches in groups of `pipe`, a group through one stage at a time."""
+    """Return the dispatcher of an evaluation."""
+    # With several stages on a rank, a group of `pipe` microbatches passes one stage before it needs the next: the first
+    # microbatch is back from the other ranks by then.
     order = [
         Task(Kind.FORWARD, stage, microbatch)
         for start in range(0, shape.microbatches, shape.pipe)

@@ -1,5 +1,6 @@
-"""Partition of a model into virtual stages, contiguous and with the busiest rank as idle as possible, and these into
-groups of layers that share a program: a few at a time, so that depth costs no compile time.
+"""Partition of a model into contiguous virtual stages with balanced ranks, and of stages into groups of layers.
+
+The groups of a stage share one program of a few layers, so that depth costs no compile time.
 """
 
 import random
@@ -21,26 +22,31 @@ class SegmentCost:
     forward: float
     """Time or FLOPs of the forward pass; any unit, the same for all segments."""
     backward: float
-    """Time or FLOPs of the whole backward pass."""
+    """Time or FLOPs of the full backward pass."""
     params: int
     """Parameters."""
 
     @property
     def total(self) -> float:
-        """Forward and backward together."""
+        """Cost of forward and backward."""
         return self.forward + self.backward
 
 
 def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) -> list[range]:
     """Return one contiguous, non-empty range of segments for each of the `pipe * virtual_stages` virtual stages.
 
-    The cost of the busiest rank (the sum over its virtual stages) is the smallest possible; among such splits the
-    most parameters on a rank are few. Both are exact with one virtual stage. With several they are exact for small
-    models, and otherwise the best that a local search finds: for equal blocks between an embedding and a head the
-    optimum wherever the tests could compare, for random costs within a few per cent of it.
+    The split minimizes the cost of the busiest rank (the sum over its virtual stages), and among equal ones the
+    largest number of parameters on a rank. The optimum is exact with one virtual stage per rank, and for small models.
+    Otherwise it is the best that a local search finds: optimal for equal blocks between an embedding and a head,
+    wherever the tests could compare; within a few percent of the optimum for random costs.
+
+    Args:
+        costs: Costs of the model's segments, in order.
+        pipe: Number of ranks.
+        virtual_stages: Virtual stages per rank.
 
     Raises:
-        UserError: there are fewer segments than virtual stages.
+        UserError: There are fewer segments than virtual stages.
     """
     stages = pipe * virtual_stages
     if len(costs) < virtual_stages:
@@ -58,64 +64,73 @@ def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) 
             f"the model's {len(costs)} segments",
         )
     times, params = _integers([c.total for c in costs]), [c.params for c in costs]
-    if len(costs) > _MOST_PIECES:
+    if len(costs) > _MAX_SEGMENTS:
         return [range(a, b) for a, b in pairwise(_even(times, pipe * virtual_stages))]
     if virtual_stages == 1:
         cuts = _chain(times, params, pipe)
-    elif comb(len(costs) - 1, stages - 1) <= _FEW:
+    elif comb(len(costs) - 1, stages - 1) <= _MAX_ENUMERATED:
         cuts = _enumerate(times, params, pipe, stages)
     else:
         cuts = _search(times, params, pipe, stages)
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-_MOST_PIECES = 512
-"""More are cut into even shares: the time to find the best cuts grows with their square."""
+_MAX_SEGMENTS = 512
+"""Segments up to which the best cuts are searched for, in time that grows with their square; more get even shares."""
 
 
 def _even(times: Sequence[int], stages: int) -> list[int]:
-    """Cut where the time of all before is nearest to a stage's share; a stage takes at most one segment more."""
-    before = list(accumulate(times, initial=0))
+    """Cut where the accumulated time is nearest to a multiple of a stage's share."""
+    elapsed = list(accumulate(times, initial=0))
     cuts = [0]
     for stage in range(1, stages):
-        share = before[-1] * stage // stages
-        at = bisect_left(before, share)
-        at -= at > 0 and share - before[at - 1] < before[at] - share
+        share = elapsed[-1] * stage // stages
+        at = bisect_left(elapsed, share)
+        at -= at > 0 and share - elapsed[at - 1] < elapsed[at] - share
+        # Every stage needs a segment, including those that are still to come.
         cuts.append(min(max(at, cuts[-1] + 1), len(times) - stages + stage))
     return [*cuts, len(times)]
 
 
 def explicit(split: Sequence[int], segments: int, stages: int) -> list[range]:
-    """Return the ranges of a user's own split: the number of segments of each of the virtual stages.
+    """Return the ranges of a split that the user has chosen.
+
+    Args:
+        split: Number of segments of each virtual stage.
+        segments: Number of segments of the model.
+        stages: Number of virtual stages.
 
     Raises:
-        UserError: there are not `stages` numbers, one is below 1, or they do not add up to `segments`.
+        UserError: There are not `stages` numbers, a number is below 1, or they do not add up to `segments`.
     """
-    wanted = f"{stages} numbers of at least 1 that add up to the model's {segments} segments"
+    expected = f"{stages} numbers of at least 1 that add up to the model's {segments} segments"
     if len(split) != stages:
-        raise UserError("pipeline.split", list(split), f"{wanted}, one a virtual stage; these are {len(split)} numbers")
+        raise UserError(
+            "pipeline.split", list(split), f"{expected}, one a virtual stage; these are {len(split)} numbers"
+        )
     if min(split) < 1:
-        raise UserError("pipeline.split", list(split), f"{wanted}; stage {split.index(min(split))} is empty")
+        raise UserError("pipeline.split", list(split), f"{expected}; stage {split.index(min(split))} is empty")
     if sum(split) != segments:
-        raise UserError("pipeline.split", list(split), f"{wanted}; these add up to {sum(split)}")
+        raise UserError("pipeline.split", list(split), f"{expected}; these add up to {sum(split)}")
     return [range(a, b) for a, b in pairwise(accumulate(split, initial=0))]
 
 
-_FEW = 5_000
-"""Number of splits up to which all are tried, in well under a second."""
+_MAX_ENUMERATED = 5_000
+"""Number of splits up to which all of them are tried, in well under a second."""
 
 _SHAKES = 600
-"""Restarts of the local search times virtual stages: under a second for 400 segments on 64 virtual stages."""
+"""Product of the local search's restarts and the virtual stages: under a second for 400 segments and 64 stages."""
 
 
 def _integers(times: list[float]) -> list[int]:
-    """Return times in units of a 2^-40th of their sum, so that sums do not depend on the order of addition."""
+    """Return times as integer multiples of 2^-40 of their sum."""
+    # Sums of integers do not depend on the order of addition: incremental updates of loads equal fresh sums.
     unit = sum(times) / 2**40 or 1.0
     return [round(time / unit) for time in times]
 
 
 def _chain(times: list[int], params: list[int], ranges: int) -> list[int]:
-    """Exact for separate ranges: the smallest maximum of times, then of parameters, by two dynamic programmes."""
+    """Return the optimal cuts into `ranges` ranges: the smallest maximum of times, then of parameters."""
     sums, weights = list(accumulate(times, initial=0)), list(accumulate(params, initial=0))
     limit = _bottleneck(len(times), ranges, lambda a, b: sums[b] - sums[a])[0]
     within = lambda a, b: weights[b] - weights[a] if sums[b] - sums[a] <= limit else inf  # noqa: E731
@@ -123,10 +138,7 @@ def _chain(times: list[int], params: list[int], ranges: int) -> list[int]:
 
 
 def _bottleneck(segments: int, ranges: int, price: Callable[[int, int], float]) -> tuple[float, list[int]]:
-    """Return the split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
-
-    A range's price grows as its start moves left, so that search ends once the price alone exceeds the best.
-    """
+    """Minimize the largest price of a range by dynamic programming; return that price, and the cuts with both ends."""
     best = [0.0] + [inf] * segments
     starts: list[list[int]] = []
     for number in range(1, ranges + 1):
@@ -134,6 +146,7 @@ def _bottleneck(segments: int, ranges: int, price: Callable[[int, int], float]) 
         for end in range(number, segments - (ranges - number) + 1):
             for begin in range(end - 1, number - 2, -1):
                 last = price(begin, end)
+                # The price only grows as the start moves left: no start further left can be better.
                 if last >= row[end]:
                     break
                 worst = max(best[begin], last)
@@ -148,7 +161,7 @@ def _bottleneck(segments: int, ranges: int, price: Callable[[int, int], float]) 
 
 
 def _loads(sizes: list[int], cuts: list[int], pipe: int) -> list[int]:
-    """Return the sum of sizes by rank."""
+    """Return the sums of sizes by rank."""
     loads = [0] * pipe
     for stage, (a, b) in enumerate(pairwise(cuts)):
         loads[stage % pipe] += sum(sizes[a:b])
@@ -156,18 +169,18 @@ def _loads(sizes: list[int], cuts: list[int], pipe: int) -> list[int]:
 
 
 def _enumerate(times: list[int], params: list[int], pipe: int, stages: int) -> list[int]:
-    """Exact: the best of all splits."""
     n = len(times)
     splits = ([0, *inner, n] for inner in combinations(range(1, n), stages - 1))
     return min(splits, key=lambda cuts: (max(_loads(times, cuts, pipe)), max(_loads(params, cuts, pipe))))
 
 
 def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list[int]:
-    """Local search from two starts, and from shaken copies of the best found.
+    """Search locally from two starts, then from random perturbations of the best split.
 
-    The times go down first, then, as long as those get no worse, the parameters. Loads are compared sorted from the
-    largest, not by their maximum alone, so that the search has a way down where several ranks are the busiest.
+    Each descent minimizes the times first, then the parameters as long as the times get no worse.
     """
+    # Loads are compared sorted, largest first, and not by their maximum alone: where several ranks are equally busy, no
+    # single move lowers the maximum, but relieving any of them makes progress.
 
     def improve(start: list[int]) -> tuple[int, int, list[int]]:
         def faster(loads: list[int], weights: list[int], most: float) -> list[int] | None:
@@ -193,11 +206,11 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
 
 
 Key = Callable[[list[int], list[int], float], list[int] | None]
-"""Key that a search minimizes: times and parameters by rank, largest first; None above the given time limit."""
+"""Key that a search minimizes: (times by rank, parameters by rank, best key's largest entry) -> key, None if worse."""
 
 
 def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, key: Key) -> list[int]:
-    """Move single segments between stages until no move makes the key of the ranks' times and parameters smaller."""
+    """Move single segments between stages until no move lowers the key."""
     loads, weights = _loads(times, cuts, pipe), _loads(params, cuts, pipe)
     best = key(loads, weights, inf)
     assert best is not None
@@ -205,11 +218,11 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
     while moved:
         moved = False
         for taker in range(len(cuts) - 1):
-            for (step, low, high), after_loads, after_weights in _moves(cuts, taker, times, params, loads, weights):
-                loads_key = key(after_loads, after_weights, best[0])
+            for (step, low, high), new_loads, new_weights in _moves(cuts, taker, times, params, loads, weights):
+                loads_key = key(new_loads, new_weights, best[0])
                 if loads_key is not None and loads_key < best:
                     cuts = [cut + step * (low <= index <= high) for index, cut in enumerate(cuts)]
-                    loads, weights, best, moved = after_loads[:], after_weights[:], loads_key, True
+                    loads, weights, best, moved = new_loads[:], new_weights[:], loads_key, True
                     break
     return cuts
 
@@ -217,15 +230,16 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
 def _moves(
     cuts: list[int], taker: int, times: list[int], params: list[int], loads: list[int], weights: list[int]
 ) -> Iterator[tuple[tuple[int, int, int], list[int], list[int]]]:
-    """Yield the result of each way to grow a stage by one segment: another stage shrinks, the cuts between move by one.
+    """Try every way to grow the stage `taker` by a segment: another stage shrinks, the cuts between them move by one.
 
-    Yields (step, first, last moved cut), and the new times and parameters by rank, valid until the next.
+    Yields:
+        (step, first moved cut, last moved cut), and the new times and parameters by rank, valid until the next item.
     """
     ranks, stages = len(loads), len(cuts) - 1
     for step in (1, -1):
         new_loads, new_weights = loads[:], weights[:]
         for giver in range(taker + 1, stages) if step == 1 else range(taker - 1, -1, -1):
-            # The segment at the cut between them goes from the giver to the stage on the taker's side.
+            # One more stage takes part: the segment at its cut goes to its neighbour on the taker's side.
             segment = cuts[giver] if step == 1 else cuts[giver + 1] - 1
             for stage, sign in ((giver - step, 1), (giver, -1)):
                 new_loads[stage % ranks] += sign * times[segment]
@@ -236,32 +250,37 @@ def _moves(
 
 
 SIZES = (4, 3)
-"""Layers of a group, in which XLA fuses and overlaps across layers; a stage of at most four layers stays whole."""
+"""Possible numbers of layers in a group, within which XLA fuses and overlaps; a stage of up to four is one group."""
 
 
 def group_size(layers: int) -> int:
-    """Return the number of layers in a group of a stage: one group and the rest of the stage are compiled."""
+    """Return the number of layers in a group of a stage."""
+    # Compiled are one group and the remainder of the stage: choose the size with the fewest layers in both.
     return layers if layers <= SIZES[0] else min(SIZES, key=lambda size: size + layers % size)
 
 
 def group_count(layers: float) -> int:
-    """Return the groups that layers are in, halves of layers being one more."""
+    """Return the number of groups for a number of layers; half a layer adds a group."""
     return 1 if layers < SIZES[0] + 1 else ceil(int(layers) / group_size(int(layers))) + (layers % 1 > 0)
 
 
 def group_ranges(kinds: Sequence[str], stage: range) -> list[range]:
-    """Return the segments of a stage's groups, in order, by the kind of every segment of the model.
+    """Return the segments of a stage's groups, in order.
 
-    Segments of one kind are alike but for their parameters' values; those of the kind "" are like no other.
+    Args:
+        kinds: Kind of every segment of the model. Segments of one kind differ only in the values of their parameters;
+            a segment of kind "" is unique.
+        stage: Segments of the stage.
     """
     start = next((i for i in stage if kinds[i]), stage.stop)
     stop = next((i for i in range(start, stage.stop) if not kinds[i]), stage.stop)
-    own = kinds[start:stop]
-    period = next((n for n in range(1, len(own)) if own[n:] == own[:-n]), len(own) or 1)
-    layers = len(own) // period
+    # Find the shortest period with which the kinds repeat, such as attention and MLP: the segments of one layer.
+    run = kinds[start:stop]
+    period = next((n for n in range(1, len(run)) if run[n:] == run[:-n]), len(run) or 1)
+    layers = len(run) // period
     if layers <= SIZES[0]:
         return [stage]
     end = start + layers * period
     cuts = sorted({stage.start, *range(start, end, group_size(layers) * period), end, stop})
-    rest = group_ranges(kinds, range(stop, stage.stop)) if stop < stage.stop else []
-    return [*(range(*ends) for ends in pairwise(cuts)), *rest]
+    tail = group_ranges(kinds, range(stop, stage.stop)) if stop < stage.stop else []
+    return [*(range(*ends) for ends in pairwise(cuts)), *tail]

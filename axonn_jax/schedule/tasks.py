@@ -1,4 +1,4 @@
-"""Tasks of a pipelined training step, the messages between them, and where stages live."""
+"""Tasks of a pipelined training step, the messages between them, and the ranks that virtual stages live on."""
 
 import enum
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Kind(enum.StrEnum):
     BACKWARD = "B"
     """Gradients of the inputs and of the weights in one task."""
     BACKWARD_INPUT = "I"
-    """Gradients of the inputs only, for which the stage before waits."""
+    """Gradients of the inputs only; the previous stage waits for them."""
     BACKWARD_WEIGHT = "W"
     """Gradients of the weights only; nobody waits for them before the optimizer."""
 
-    __hash__ = str.__hash__  # an enum's own is Python code, and tasks are looked up by the million
+    __hash__ = str.__hash__  # Enum.__hash__ is Python code, and tasks are looked up by the million
 
 
 class Task(NamedTuple):
@@ -31,7 +31,7 @@ class Task(NamedTuple):
     kind: Kind
     """Kind of work."""
     stage: int
-    """Virtual stage, 0 to `pipe * virtual_stages - 1` in the order in which activations pass."""
+    """Virtual stage, 0 to `pipe * virtual_stages - 1`, in forward order."""
     microbatch: int
     """Microbatch of the step, from 0."""
 
@@ -62,14 +62,17 @@ class Message(NamedTuple):
 class PipelineShape:
     """Sizes of a pipelined step, and the rank of each virtual stage.
 
-    A "rank" is an index along the pipe axis. Virtual stages are dealt out in turn (stage `s` lives on rank
-    `s % pipe`), so a microbatch passes every rank `virtual_stages` times. Raises ``UserError`` for a size below 1.
+    A "rank" is an index along the pipe axis. Virtual stages are assigned round-robin (stage `s` lives on rank
+    `s % pipe`), so a microbatch passes every rank `virtual_stages` times.
+
+    Raises:
+        UserError: A size is below 1.
     """
 
     pipe: int
     """Ranks of the pipeline."""
     microbatches: int
-    """Microbatches of a step."""
+    """Microbatches per step."""
     virtual_stages: int = 1
     """Stages on each rank."""
 
@@ -84,22 +87,22 @@ class PipelineShape:
 
     @property
     def stages(self) -> int:
-        """Virtual stages of the whole pipeline."""
+        """Number of virtual stages of the pipeline."""
         return self.pipe * self.virtual_stages
 
     @property
     def pairs(self) -> int:
-        """Pairs of stage and microbatch of a rank."""
+        """Number of (stage, microbatch) pairs of a rank."""
         return self.microbatches * self.virtual_stages
 
     @property
     def group(self) -> int:
-        """Microbatches that pass the stages of a rank together; with one stage groups make no difference."""
+        """Number of microbatches that pass a rank's stages together; with one stage, grouping makes no difference."""
         return self.pipe if self.virtual_stages > 1 else 1
 
     @property
     def first(self) -> int:
-        """The virtual stage that reads tokens."""
+        """Virtual stage that reads the tokens."""
         return 0
 
     @property
@@ -108,7 +111,7 @@ class PipelineShape:
         return self.pipe * self.virtual_stages - 1
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank a virtual stage lives on."""
+        """Return the rank that a virtual stage lives on."""
         return stage % self.pipe
 
     def stages_of(self, rank: int) -> range:
@@ -119,8 +122,8 @@ class PipelineShape:
 def sends(task: Task, shape: PipelineShape) -> Message | None:
     """Return the message that a finished task sends, or None.
 
-    A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
-    before.
+    A forward sends its activations to the next stage; a backward (fused, or of the inputs) sends its gradients to the
+    previous one.
     """
     kind, stage, microbatch = task
     if kind is Kind.FORWARD:
@@ -140,7 +143,7 @@ def needs(task: Task, shape: PipelineShape) -> Message | None:
 
 
 def predecessor(task: Task) -> Kind | None:
-    """Return the kind of task that must have started on the same stage and microbatch first, if any."""
+    """Return the kind of task that must start first on the same stage and microbatch, if any."""
     if task.kind is Kind.FORWARD:
         return None
     return Kind.BACKWARD_INPUT if task.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD

@@ -62,7 +62,7 @@ def test_partition_is_as_good_as_brute_force(chunks):
 
 
 def test_the_local_search_finds_the_optimum_of_transformers_and_comes_close_elsewhere(monkeypatch):
-    monkeypatch.setattr(module, "_FEW", 0)  # no enumeration
+    monkeypatch.setattr(module, "_MAX_ENUMERATED", 0)  # no enumeration
     rng = random.Random(5)
     ratios = []
     for _ in range(60):
