@@ -1,7 +1,7 @@
-"""The key/value cache of a layer: arrays [slots, kv_heads, capacity, features], written in place.
+"""Key/value cache of a layer: arrays [slots, kv_heads, capacity, features], updated in place.
 
-A token at position p lies at p modulo the capacity: a model with a window keeps a ring of the window's tokens. Slots
-lie over `data`, heads over `y`, and over `x` too if the model's attention splits heads there.
+The token at position p is stored at place p modulo the capacity, so a model with a window keeps a ring of the window's
+tokens. Slots are sharded over `data`, heads over `y`, and over `x` too if the model's attention splits heads there.
 """
 
 import jax
@@ -14,23 +14,28 @@ from axonn_jax.backend.repairs import write_apart
 LayerCache = tuple[jax.Array, ...]
 
 CHUNK = 512
-"""Tokens of a prompt in one chunk through the model."""
+"""Largest number of prompt tokens that pass the model at once."""
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))
-"""Layout of tokens written to a cache; else XLA's GPU compiler turns the whole cache to a product's layout."""
+"""Layout of tokens written to a cache; without it XLA's GPU compiler transposes the full cache to suit a product."""
 _LEAST = 64
 _LEAST_CHUNK = 16
 
 
 def chunks(tokens: int, ring: int) -> list[int]:
-    """Return the lengths of the programs for a prompt of so many tokens: powers of two from 16 to 512."""
+    """Return the chunk lengths for a prompt of `tokens` tokens: powers of two from 16 to 512.
+
+    There is a program for each length, so few lengths mean few compilations.
+    """
     most = min(CHUNK, ring)
-    full, rest = divmod(tokens, most)
-    return [most] * full + ([_power(rest, _LEAST_CHUNK)] if rest else [])
+    full, tail = divmod(tokens, most)
+    return [most] * full + ([_power(tail, _LEAST_CHUNK)] if tail else [])
 
 
 def bucket(tokens: int) -> int:
-    """Return the smallest capacity for so many tokens divisible by every chunk: a power of two, or a multiple of
-    512."""
+    """Return the smallest capacity for `tokens` tokens: a power of two up to 512, above that a multiple of 512.
+
+    Every chunk length up to the capacity divides it, so that no chunk wraps around the ring.
+    """
     return -(-tokens // CHUNK) * CHUNK if tokens > CHUNK else _power(tokens, _LEAST)
 
 
@@ -40,55 +45,59 @@ def _power(number: int, least: int) -> int:
 
 
 def grown(arrays: LayerCache, capacity: int) -> LayerCache:
-    """A layer's arrays with room for more tokens; none may have been overwritten yet."""
+    """Return a layer's arrays padded to a larger capacity; no token may have been overwritten yet."""
     return tuple(jnp.pad(a, ((0, 0), (0, 0), (0, capacity - a.shape[2]), (0, 0))) for a in arrays)
 
 
 def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, active: jax.Array) -> LayerCache:
-    """Return the tokens to write, [slots, kv_heads, 1, features]: new ones of active slots, else the cached ones.
+    """Return the tokens to write, [slots, kv_heads, 1, features]: new ones of active slots, else the cached ones."""
 
-    A slot without work may hold a prompt that others copy.
-    """
-
-    def one(array: jax.Array, token: jax.Array) -> jax.Array:
+    # An idle slot must not be overwritten: it may hold a prompt that other slots copy.
+    def select(array: jax.Array, token: jax.Array) -> jax.Array:
         size = (1, array.shape[1], 1, array.shape[3])
-        kept = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
-        chosen = jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(kept))
-        return with_layout_constraint(chosen, ROW_MAJOR)
+        cached = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
+        tokens = jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(cached))
+        return with_layout_constraint(tokens, ROW_MAJOR)
 
-    return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
+    return tuple(select(array, token) for array, token in zip(arrays, new, strict=True))
 
 
 def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache:
-    """Write one token of every slot, [slots, kv_heads, 1, features], to the slot's place, [slots]."""
+    """Write one token per slot, [slots, kv_heads, 1, features], to its place, [slots]."""
 
-    def one(array: jax.Array, token: jax.Array) -> jax.Array:
-        for slot in range(array.shape[0]):  # a scatter is a loop of the same writes on CPUs, and slower
+    def write_token(array: jax.Array, token: jax.Array) -> jax.Array:
+        for slot in range(array.shape[0]):  # on CPUs a scatter is a slower loop of the same writes
             at = (slot, 0, places[slot], 0)
             array = lax.dynamic_update_slice(array, token[slot : slot + 1].astype(array.dtype), at)
         return array
 
-    single = 1 in arrays[0].shape[:2]  # whose write XLA fuses with the product that reads the cache
-    write = write_apart(one, places[0] >= 0) if single else one
+    # With a single slot or head, XLA fuses the write with the product that reads the cache.
+    single = 1 in arrays[0].shape[:2]
+    write = write_apart(write_token, places[0] >= 0) if single else write_token
     return tuple(write(array, token) for array, token in zip(arrays, new, strict=True))
 
 
 def insert(arrays: LayerCache, new: LayerCache, slot: jax.Array, start: jax.Array, valid: jax.Array) -> LayerCache:
-    """Write a chunk of one slot's tokens, [1, kv_heads, chunk, features] of which the first `valid` count.
+    """Write a chunk of a slot's tokens.
 
-    `start` is a multiple of the chunk, which divides the capacity.
+    Args:
+        arrays: The layer's cache.
+        new: Arrays [1, kv_heads, chunk, features].
+        slot: Slot to write to.
+        start: Position of the first token, a multiple of the chunk, which must divide the capacity.
+        valid: Number of tokens to write, from the first.
     """
 
-    def one(array: jax.Array, chunk: jax.Array) -> jax.Array:
+    def write_chunk(array: jax.Array, chunk: jax.Array) -> jax.Array:
         at = (slot, 0, start % array.shape[2], 0)
-        before = lax.dynamic_slice(array, at, chunk.shape)
+        previous = lax.dynamic_slice(array, at, chunk.shape)
         counts = jnp.arange(chunk.shape[2])[:, None] < valid
-        return lax.dynamic_update_slice(array, jnp.where(counts, chunk.astype(array.dtype), before), at)
+        return lax.dynamic_update_slice(array, jnp.where(counts, chunk.astype(array.dtype), previous), at)
 
-    return tuple(one(array, chunk) for array, chunk in zip(arrays, new, strict=True))
+    return tuple(write_chunk(array, chunk) for array, chunk in zip(arrays, new, strict=True))
 
 
 def positions(count: jax.Array, capacity: int) -> jax.Array:
-    """Number of the token at each place, [..., capacity], when `count` [...] have been written; below 0: none."""
+    """Return the position of the token at each place, [..., capacity], of `count` [...] written; negative if none."""
     last = count[..., None] - 1
     return last - (last - jnp.arange(capacity)) % capacity

@@ -1,7 +1,7 @@
-"""Kernels held transposed on CPUs, which makes a few tokens times a weight up to three times as fast.
+"""Kernels stored transposed on CPUs, which makes the product of a few tokens and a weight up to three times as fast.
 
 XLA's CPU compiler calls Eigen, which copies the weight of `X W` into panels for every product. For `W^T X^T`, with
-`W^T` as in memory, Eigen copies the few tokens. Accelerators keep kernels unchanged.
+`W^T` as it lies in memory, Eigen copies the few tokens instead. Accelerators keep kernels unchanged.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,16 @@ from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.params import Params, SplitModule
 
-FEW = 64
-"""Tokens. 12 products of 768 x 2,048 took 10 ms in place of 29 for 16 tokens, 32 in place of 36 for 64; for 512
-longer."""
+MAX_TOKENS = 64
+"""Tokens up to which the transposed product is used.
+
+12 products of 768 x 2,048 took 10 ms rather than 29 for 16 tokens, 32 rather than 36 for 64, and longer for 512.
+"""
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """The way back to a module, whose layers know how their kernels are held."""
+    """Merge of parameters into a module whose layers know that their kernels are transposed."""
 
     parts: SplitModule
 
@@ -33,24 +35,25 @@ class _Merge:
         model = self.parts.merge(params)
         for _, layer in nnx.iter_modules(model):
             if isinstance(layer, Linear | Embedding):
-                layer.few = FEW
+                layer.few = MAX_TOKENS
             if isinstance(layer, Linear):
                 layer.turned = True
         return model
 
 
 def _linears(model: nnx.Module) -> dict[str, Linear]:
-    """Linear layers by the names of their kernels."""
+    """Return linear layers by the names of their kernels."""
     layers = ((".".join([*map(str, path), "kernel"]), layer) for path, layer in nnx.iter_modules(model))
     return {name: layer for name, layer in layers if isinstance(layer, Linear)}
 
 
 def with_kernels_transposed(parts: SplitModule, params: Params, mesh: Mesh) -> tuple[SplitModule, Params]:
-    """Parts of a model whose linear layers hold their kernels as [n, k], and such parameters; `params` is changed."""
+    """Return the parts and parameters of a model whose linear layers store kernels as [n, k]; `params` is modified."""
     names = _linears(parts.merge(parts.params))
     specs = dict(parts.specs)
     shapes: Any = dict(parts.params)
-    for name in names:  # both forms of only one are there at a time, if nothing else holds them
+    # `pop` drops each original before the next is transposed: at most one kernel is in memory twice.
+    for name in names:
         specs[name] = P(*reversed((*specs[name], None, None)[:2]))
         shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape[::-1], shapes[name].dtype)
         turn = jax.jit(jnp.transpose, out_shardings=NamedSharding(mesh, specs[name]))

@@ -1,4 +1,4 @@
-"""Generation in slots: a prompt waits for a free slot, and leaves the slot at the text's end."""
+"""Generation in slots: a prompt waits for a free slot and occupies it until its text ends."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ from axonn_jax.inference.slots import (
     copy_of,
     ids_of,
     numbered,
-    parts_of,
+    prompt_chunks,
     put,
+    shifted_tokens,
     state,
-    tokens_behind,
 )
 from axonn_jax.inference.store import CacheStore, check_memory
 from axonn_jax.inference.weights import floating, load_model, stops_of
@@ -37,22 +37,23 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import placed
 
 SAMPLING = Sampling()
-STEPS, _TOLD = 16, 64
-"""Tokens of every slot from one call of a program, and for one on given texts."""
+STEPS, _FOLLOW_STEPS = 16, 64
+"""Tokens of every slot per call of a program: generated ones, and those of existing texts."""
 _FIRST = 256
-"""First capacity of a cache in tokens, where more may come."""
+"""Initial capacity of a cache in tokens, if its text may grow to more."""
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Generator:
     """A model that generates and scores texts on a grid of `data`, `y` and `x`.
 
-    `model` is a `Transformer` or a directory: a run's or a Hugging Face model's; `base` is that of a run's adapters if
-    it has moved. `slots` texts are made at a time, a multiple of `data`, each of at most `length` tokens, prompt
-    included. Weights and cache are in `dtype`: by default bfloat16 on accelerators, else float32. Tokens in `stops` end
-    a text (default: the directory's end tokens); none of `limit` or above is drawn. A cache has 2 * layers * kv_heads *
-    head_dim * itemsize bytes a token and slot, split as heads are, and grows with the longest text. Collective over the
-    grid's processes, one stream or list at a time. Raises ``UserError`` where grid, sizes or memory do not fit.
+    `model` is a `Transformer` or a directory of a run or a Hugging Face model; `base` locates the base model of a run's
+    adapters if it has moved. Up to `slots` texts, a multiple of `data`, are generated at a time, each with at most
+    `length` tokens including its prompt. Weights and cache are in `dtype`, by default bfloat16 on accelerators and
+    float32 elsewhere. Tokens in `stops` (default: the directory's end tokens) end a text; tokens from `limit` on are
+    never drawn. The cache takes 2 * layers * kv_heads * head_dim * itemsize bytes per token and slot, split like the
+    heads, and grows with the longest text. All methods are collective over the grid's processes, and only one stream or
+    list is in progress at a time. Raises ``UserError`` if grid, sizes or memory do not fit.
     """
 
     @typed_arguments
@@ -73,8 +74,8 @@ class Generator:
     ):
         if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
-        self.grid, self._dtype, self._used, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
-        with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
+        self.grid, self._dtype, self._lock, self.attention = grid, floating(dtype), Lock(), attention or FullAttention()
+        with jax.set_mesh(grid.mesh):  # the script's current mesh may be another one, such as a newer grid's
             self.shape, parts, self.params = load_model(model, grid, self._dtype, base)
         self.length = self.shape.seq_len if length is None else integer("length", length, 2)
         if self.length > self.shape.seq_len:
@@ -84,7 +85,7 @@ class Generator:
         stops = stops_of(model, vocab) if stops is None else ids_of("stops", stops, vocab)
         self.programs = Programs(parts, grid.mesh, self.attention, self._dtype, stops, limit)
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
-        """Data of the attention for each layer, laid out as `programs.extra_spec`."""
+        """The attention's data for each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)
         self._slots = [Slot(at, *divmod(at, slots // replicas)) for at in range(slots)]  # device by device
         self._steps = integer("steps", steps, 1)
@@ -94,11 +95,11 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = SAMPLING, samples: int = 1
     ) -> list[list[list[int]]]:
-        """Continue every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
+        """Continue every prompt `samples` times and return the new token ids by prompt and sample, with the stop token.
 
-        A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts. A
-        repeated prompt gets further samples. Raises ``UserError`` for an empty or too long prompt, or weights without
-        finite scores.
+        A text depends only on its prompt, the sampling and its sample number, not on slots, grid or other prompts. A
+        repeated prompt gets further samples. Raises ``UserError`` for a prompt that is empty or too long, and for
+        weights whose scores are not finite.
         """
         samples, vocab = integer("samples", samples, 1), self.shape.vocab
         requests = numbered(((ids_of("prompt", prompt, vocab), tokens) for prompt in prompts), samples)
@@ -116,9 +117,9 @@ class Generator:
         logs: bool = False,
         until: Callable[[int, Continuation], bool] = lambda _, piece: False,
     ) -> Iterator[Continuation]:
-        """Yield texts piece by piece, on arrival; a text ends when `until` (request, piece) returns True.
+        """Yield texts piece by piece, on arrival; a text also ends when `until` (request, piece) returns True.
 
-        The stream has the slots from the first piece to the last, or until closed or unreferenced.
+        The stream occupies the slots from its first piece to its last, or until it is closed or garbage collected.
         """
         requests = [checked(request, self.shape.vocab, self.length) for request in requests]
         with self._use():
@@ -132,12 +133,12 @@ class Generator:
         vocab = self.params["embedding.table"].shape[0] if sampling.form.penalty else 0
         with self._use():
             for slot in self._slots:
-                slot.left = 0
-            while waiting or any(slot.left for slot in self._slots):
+                slot.remaining = 0
+            while waiting or any(slot.remaining for slot in self._slots):
                 with jax.set_mesh(self.grid.mesh):
                     self._fill(waiting, sampling)
-                    active = [slot for slot in self._slots if slot.left]
-                    self._store.reserve(max(slot.count + min(self._steps, slot.left) for slot in active))
+                    active = [slot for slot in self._slots if slot.remaining]
+                    self._store.reserve(max(slot.count + min(self._steps, slot.remaining) for slot in active))
                     drawn, logs_of = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
                 for slot in active:
                     ids = [int(token) for token in drawn[:, slot.at] if token != NO_TOKEN]
@@ -145,14 +146,14 @@ class Generator:
                         raise UserError("model", "its weights", "weights that give finite scores for the next token")
                     piece = self._advanced(slot, ids, logs_of[: len(ids), slot.at].tolist())
                     if not piece.ended and until(slot.request, piece):
-                        piece, slot.left = piece._replace(ended=True), 0
+                        piece, slot.remaining = piece._replace(ended=True), 0
                     yield piece
 
     @typed_arguments
     def update(self, model: Transformer | str | Path) -> None:
-        """Take other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
+        """Replace the weights, for example with a trainer's after a step, without compiling; `extras` stay.
 
-        Raises ``UserError`` where the sizes differ. An attention's `extras` stay.
+        Raises ``UserError`` if the model has other sizes.
         """
         with self._use(reads=False), jax.set_mesh(self.grid.mesh):
             loaded = load_model(model, self.grid, self._dtype)
@@ -162,16 +163,16 @@ class Generator:
             self._store.release()
 
     def release(self) -> None:
-        """Give the memory of weights and cache back, until `update` takes weights again."""
+        """Free the memory of weights and cache until the next `update`."""
         with self._use(reads=False):
             self.params = {}
             self._store.release()
 
     @typed_arguments
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Return log-probabilities, in nats, of each text's tokens but the first, which has none: [tokens - 1] each.
+        """Return the log-probabilities, in nats, of each text's tokens except the first: [tokens - 1] each.
 
-        Full attention takes texts in chunks, one a device along `data`; any other token by token, one a slot.
+        Full attention processes texts in chunks, one per device along `data`; others go token by token, one per slot.
         """
         texts = [ids_of("text", text, self.shape.vocab) for text in texts]
         for text in texts:
@@ -179,49 +180,47 @@ class Generator:
                 raise UserError("text", f"{len(text)} tokens", f"from 2 to length = {self.length} tokens")
         with self._use(), jax.set_mesh(self.grid.mesh):
             dense = self.attention.name == "full"
-            score, each = (self._score, self.grid.shape.batch_shards) if dense else (self._follow, len(self._slots))
-            return [scores for at in range(0, len(texts), each) for scores in score(texts[at : at + each])]
+            score, count = (self._score, self.grid.shape.batch_shards) if dense else (self._follow, len(self._slots))
+            return [scores for at in range(0, len(texts), count) for scores in score(texts[at : at + count])]
 
     @contextmanager
     def _use(self, *, reads: bool = True) -> Iterator[None]:
-        """Take the slots; raise ``UserError`` if another stream has the slots, or `reads` finds data missing."""
+        """Take the slots; raise ``UserError`` if another stream has them, or if data that `reads` needs is missing."""
         if reads and self.attention.calibrated and any(extra is None for extra in self.extras):
             accepted = f"components of every layer for {self.attention.name} (axonn_jax.loki)"
             raise UserError("extras", None, accepted)
         if reads and (not self.params or any(value.is_deleted() for value in self.params.values())):
             raise UserError("model", "deleted", "a model of arrays not donated by a trainer: update(trainer.model)")
-        if not self._used.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise UserError("generator", "in use", "a generator without an unfinished stream")
         try:
             yield
         finally:
-            self._used.release()
+            self._lock.release()
 
-    def _call(self, program: Any, *given: Any) -> Sequence[Any]:
-        return self._store.call(program, self.params, self.extras, *given)
+    def _call(self, program: Any, *inputs: Any) -> Sequence[Any]:
+        return self._store.call(program, self.params, self.extras, *inputs)
 
     def _advanced(self, slot: Slot, ids: list[int], logs: list[float]) -> Continuation:
-        slot.count, slot.left, slot.last = slot.count + len(ids), slot.left - len(ids), ids[-1]
+        slot.count, slot.remaining, slot.last = slot.count + len(ids), slot.remaining - len(ids), ids[-1]
         slot.text += ids
-        if slot.count > self._store.capacity:  # the ring has come around
+        if slot.count > self._store.capacity:  # the ring has wrapped around
             slot.cached = ()
         if ids[-1] in self.programs.stops:
-            slot.left = 0
-        return Continuation(slot.request, ids, logs, not slot.left)
+            slot.remaining = 0
+        return Continuation(slot.request, ids, logs, not slot.remaining)
 
     def _fill(self, waiting: "deque[tuple[int, Request]]", sampling: Sampling) -> None:
-        """Give free slots to waiting requests, and put prompts but for the last token into the cache.
-
-        A prompt in the cache of a slot on the same device is copied.
-        """
+        """Assign free slots to waiting requests, and cache their prompts except for the last token."""
+        # A prompt that a slot of the same device has cached, or is about to, is copied rather than computed.
         fresh, twins = list[Slot](), list[tuple[Slot, Slot]]()
         for slot in self._slots:
-            if slot.left or not waiting:
+            if slot.remaining or not waiting:
                 continue
-            slot.request, (prompt, slot.left, sample) = waiting.popleft()
+            slot.request, (prompt, slot.remaining, sample) = waiting.popleft()
             slot.count, slot.last, slot.text = len(prompt) - 1, prompt[-1], list(prompt)
             slot.key = sampling.key(sample, prompt).tolist()
-            self._store.reserve(min(len(prompt) + slot.left, max(2 * len(prompt), _FIRST)))
+            self._store.reserve(min(len(prompt) + slot.remaining, max(2 * len(prompt), _FIRST)))
             local = [near for near in self._slots if near.device == slot.device]
             if source := next((near for near in local if near.cached == prompt), None):
                 self._copy(source, slot)
@@ -243,58 +242,56 @@ class Generator:
             self._call(self.programs.copy(), copy_of(source, target, self.grid.shape.batch_shards, self.grid.mesh))
 
     def _prefill(self, slots: Sequence[Slot | None]) -> None:
-        """Put the prompts of one slot a device into the cache."""
         new = [slot for slot in slots if slot is not None]
         if self.attention.dense_prompt:
-            for start, _, chunk in parts_of(slots, self._store.ring, self.grid.mesh):
+            for start, _, chunk in prompt_chunks(slots, self._store.ring, self.grid.mesh):
                 self._call(self.programs.prefill(first=start == 0), chunk)
         else:
-            self._tell([(slot, list(slot.text)) for slot in new])
+            self._feed([(slot, list(slot.text)) for slot in new])
         for slot in new:
-            kept = self.attention.dense_prompt and slot.count <= self._store.capacity
-            slot.cached = tuple(slot.text) if kept else ()
+            reusable = self.attention.dense_prompt and slot.count <= self._store.capacity
+            slot.cached = tuple(slot.text) if reusable else ()
 
     def _score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Scores of as many texts as there are devices along `data`."""
         slots: list[Slot | None] = [None] * self.grid.shape.batch_shards
         for device, text in enumerate(texts):
             slots[device] = slot = next(slot for slot in self._slots if slot.device == device)
             slot.text, slot.cached = list(text), ()
         self._store.reserve(max(map(len, texts)) - 1)
         scores = []
-        for start, length, chunk in parts_of(slots, self._store.ring, self.grid.mesh):
+        for start, length, chunk in prompt_chunks(slots, self._store.ring, self.grid.mesh):
             targets = np.zeros((len(slots), length), np.int32)
             for row, text in zip(targets, texts, strict=False):
-                own = text[start + 1 : start + 1 + length]
-                row[: len(own)] = own
-            given = put(targets, ROWS, self.grid.mesh)
-            scores.append(self._call(self.programs.score(first=start == 0), chunk, given)[0])
+                part = text[start + 1 : start + 1 + length]
+                row[: len(part)] = part
+            inputs = chunk, put(targets, ROWS, self.grid.mesh)
+            scores.append(self._call(self.programs.score(first=start == 0), *inputs)[0])
         return [row[: len(text) - 1] for row, text in zip(np.concatenate(scores, 1), texts, strict=False)]
 
     def _follow(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Scores of as many texts as there are slots, token by token."""
         for slot in self._slots:
-            slot.left, slot.cached, slot.key = 0, (), NO_KEY
+            slot.remaining, slot.cached, slot.key = 0, (), NO_KEY
         self._store.reserve(max(map(len, texts)) - 1)
-        scores = self._tell(pairs := list(zip(self._slots, texts, strict=False)))
+        scores = self._feed(pairs := list(zip(self._slots, texts, strict=False)))
         return [scores[: len(text) - 1, slot.at] for slot, text in pairs]
 
-    def _tell(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
-        """Put texts but for their last tokens into slots, token by token: scores [tokens, slots]; others wait."""
-        left = [slot.left for slot in self._slots]
+    def _feed(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
+        """Feed texts to slots token by token, without their last tokens; return scores [tokens, slots]."""
+        # Slots that are not fed must not advance: with nothing remaining they idle.
+        remaining = [slot.remaining for slot in self._slots]
         for slot in self._slots:
-            slot.left = 0
+            slot.remaining = 0
         for slot, text in pairs:
-            slot.count, slot.left, slot.last = 0, len(text) - 1, text[0]
-        tokens = tokens_behind(pairs, len(self._slots), _TOLD)
+            slot.count, slot.remaining, slot.last = 0, len(text) - 1, text[0]
+        tokens = shifted_tokens(pairs, len(self._slots), _FOLLOW_STEPS)
         scores = [np.zeros((0, len(self._slots)), np.float32)]
-        for part in (tokens[start : start + _TOLD] for start in range(0, len(tokens), _TOLD)):
-            given = put(part, P(None, BATCH_AXES), self.grid.mesh)
-            scores.append(self._call(self.programs.follow(_TOLD), state(self._slots, self.grid.mesh), given)[0])
+        for part in (tokens[start : start + _FOLLOW_STEPS] for start in range(0, len(tokens), _FOLLOW_STEPS)):
+            inputs = state(self._slots, self.grid.mesh), put(part, P(None, BATCH_AXES), self.grid.mesh)
+            scores.append(self._call(self.programs.follow(_FOLLOW_STEPS), *inputs)[0])
             for slot, _ in pairs:
-                if steps := min(slot.left, _TOLD):
-                    slot.count, slot.left = slot.count + steps, slot.left - steps
+                if steps := min(slot.remaining, _FOLLOW_STEPS):
+                    slot.count, slot.remaining = slot.count + steps, slot.remaining - steps
                     slot.last = int(part[steps - 1, slot.at])
-        for slot, before in zip(self._slots, left, strict=True):
-            slot.left = before
+        for slot, count in zip(self._slots, remaining, strict=True):
+            slot.remaining = count
         return np.concatenate(scores)

@@ -1,4 +1,4 @@
-"""Choice of the next token from a vocabulary split over `y`; with one seed a text is the same on every grid."""
+"""Sampling of the next token from a vocabulary split over `y`; a seed gives the same text on every grid."""
 
 import math
 import zlib
@@ -23,7 +23,7 @@ _Temperature = Annotated[float, Range(f"0, or a number from {_LEAST} to {_MOST:,
 
 
 class SamplingForm(NamedTuple):
-    """Part of a `Sampling` that decides on the program; the rest are numbers for the program to read."""
+    """Part of a `Sampling` that a program is compiled for; the remaining settings are numbers that it reads."""
 
     greedy: bool
     top_k: int
@@ -54,8 +54,9 @@ class Sampling(Settings):
 
     @property
     def form(self) -> SamplingForm:
-        """Part of the settings for which a program is compiled."""
+        """Part of the settings that a program is compiled for."""
         greedy = self.temperature == 0
+        # Greedy choice ignores the filters: one program serves all their settings.
         drawn = not greedy
         top_k = self.top_k if drawn else 0
         return SamplingForm(
@@ -64,12 +65,12 @@ class Sampling(Settings):
 
     @property
     def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-        """Numbers for a program: penalty, temperature, top_p and the logarithm of min_p."""
+        """Numbers that a program reads: penalty, temperature, top_p and the logarithm of min_p."""
         least = math.log(self.min_p) if self.min_p > 0 else -math.inf
         return np.array([self.repetition_penalty, self.temperature, self.top_p, least], np.float32)
 
     def key(self, sample: int, prompt: Sequence[int] = ()) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """Two words to seed the noise of a text, drawn from the seed, the prompt's tokens and the sample's number."""
+        """Return two words that seed a text's noise, from the seed, the prompt's tokens and the sample's number."""
         key = key_of(self.seed)
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
@@ -84,65 +85,81 @@ def choose(
     positions: jax.Array,
     seen: jax.Array | None,
 ) -> jax.Array:
-    """Ids of the next tokens [rows] for logits [rows, vocab/Gy]; -1 where the logits are not finite.
+    """Sample the next tokens, with Gumbel noise (Gumbel-max) by key, position and global token id.
 
-    `keys` [rows, 2] seed the noise, `positions` [rows] are the new tokens', `seen` [rows, vocab/Gy] marks tokens of the
-    text. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`: an all-reduce of a
-    number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k` so many; `top_p`
-    without it 34 all-reduces of three numbers a row and a gather of one a row and device.
+    Collectives over `y`: an all-reduce of one number per row, and a gather of the candidates, which are one value and
+    one id per row and device, or `top_k` of them. `top_p` without `top_k` adds 34 all-reduces of three numbers per row
+    and a gather of one per row and device.
+
+    Args:
+        logits: Logits [rows, vocab/Gy].
+        form: Part of the sampling settings that the program is compiled for.
+        numbers: The other settings, `Sampling.numbers`.
+        keys: Seeds of the noise, [rows, 2].
+        positions: Positions of the new tokens, [rows].
+        seen: Mask of the tokens in each text, [rows, vocab/Gy].
+
+    Returns:
+        Token ids [rows]; -1 where the logits are not finite.
     """
     logits = logits.astype(jnp.float32)
     wrong = all_reduce(jnp.sum(jnp.isnan(logits) | (logits == jnp.inf), -1, dtype=jnp.int32), VOCAB_AXIS) > 0
     if form.penalty and seen is not None:
         penalty = numbers[0]
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    ids = _own_ids(logits)
+    ids = _shard_ids(logits)
     if not form.greedy:
         logits, ids = _allowed(logits / numbers[1], ids, form, numbers)
         logits = logits + _gumbel(keys, positions, ids)
-    if form.top_k and not form.greedy:  # candidates are on every device
-        chosen = jnp.take_along_axis(ids, jnp.argmax(logits, -1, keepdims=True), -1)[:, 0]
+    if form.top_k and not form.greedy:  # every device has all candidates
+        token = jnp.take_along_axis(ids, jnp.argmax(logits, -1, keepdims=True), -1)[:, 0]
     else:
-        chosen = _likeliest(logits, ids)
-    return jnp.where(wrong, -1, chosen)
+        token = _likeliest(logits, ids)
+    return jnp.where(wrong, -1, token)
 
 
 def log_probabilities(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Log-probabilities [rows], float32, of tokens [rows] under logits [rows, vocab/Gy]; three small all-reduces."""
+    """Return float32 log-probabilities [rows] of tokens [rows] under logits [rows, vocab/Gy].
+
+    Collectives: three all-reduces of 4 bytes per row over `y`.
+    """
     logits = logits.astype(jnp.float32)
     top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
     total = all_reduce(jnp.sum(jnp.exp(logits - top[:, None]), -1), VOCAB_AXIS)
-    own = jnp.sum(jnp.where(_own_ids(logits) == ids[:, None], logits, 0.0), -1)
-    return all_reduce(own, VOCAB_AXIS) - top - jnp.log(total)
+    # Only the shard that has the token contributes its logit.
+    local_logit = jnp.sum(jnp.where(_shard_ids(logits) == ids[:, None], logits, 0.0), -1)
+    return all_reduce(local_logit, VOCAB_AXIS) - top - jnp.log(total)
 
 
 def mark_seen(seen: jax.Array, ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return the marks of the texts' tokens, [rows, vocab/Gy], with further `valid` ones [rows, n]."""
+    """Add the `valid` ones of `ids` [rows, n] to the mask of the texts' tokens, [rows, vocab/Gy]."""
     local = ids - shard_offset(VOCAB_AXIS, seen.shape[1])
+    # Ids of other shards, and invalid ones, get an index that the scatter drops.
     local = jnp.where(valid & (local >= 0) & (local < seen.shape[1]), local, seen.shape[1])
     return seen.at[jnp.arange(seen.shape[0])[:, None], local].set(True, mode="drop")
 
 
-def _own_ids(logits: jax.Array) -> jax.Array:
+def _shard_ids(logits: jax.Array) -> jax.Array:
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + shard_offset(VOCAB_AXIS, logits.shape[1])
     return jnp.broadcast_to(ids, logits.shape)
 
 
 def _everywhere(x: jax.Array) -> jax.Array:
-    """[rows, n] of every shard of the vocabulary side by side, in the order of ids."""
+    """Concatenate [rows, n] of every shard of the vocabulary, in the order of ids."""
     return x if axis_size(VOCAB_AXIS) == 1 else lax.all_gather(x, VOCAB_AXIS, axis=1, tiled=True)
 
 
 def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Ids of the largest logits, of equal ones the lowest."""
+    """Return the ids of the largest logits, the lowest id of equal ones."""
     at = jnp.argmax(logits, -1, keepdims=True)
     values, owners = (_everywhere(jnp.take_along_axis(a, at, -1)) for a in (logits, ids))
     return jnp.take_along_axis(owners, jnp.argmax(values, -1, keepdims=True), -1)[:, 0]
 
 
 def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logits and ids of the candidates; other tokens have minus infinity, or are absent."""
+    """Return logits and ids of the candidates; other tokens have logit -inf, or are absent."""
     if form.top_k:
+        # The global top k are among the shards' top k.
         largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))
         values, owners = _everywhere(largest), _everywhere(jnp.take_along_axis(ids, at, -1))
         logits, at = lax.top_k(values, min(form.top_k, values.shape[1]))
@@ -161,11 +178,9 @@ def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax
 
 
 def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
-    """Mask of the fewest tokens [rows, vocab/Gy], the likeliest first and of equal ones the lowest ids, that reach `p`.
-
-    The least of their logits is found by bisection. Sums are of whole numbers, so equal on every grid: with rounded
-    ones the number of the equal tokens would depend on their order.
-    """
+    """Return the mask [rows, vocab/Gy] of the fewest likeliest tokens that reach `p`, the lowest ids of equal ones."""
+    # Bisect for the smallest logit of the nucleus. Sums are of integers and so equal on every grid: with rounded sums,
+    # the number of equal tokens that are included would depend on the order of addition.
     places = ordered(logits)
     weights = jnp.minimum(jnp.exp(logits - top) * 2.0**32, 2.0**32 - 2**8).astype(jnp.uint32)
 
@@ -178,35 +193,34 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
     _, least = bisected(lowest, ordered(top), lambda place: ~(_number(mass(places > place)) < enough))
     tied = (places == least).astype(jnp.int32)
     counts, shard = _everywhere(jnp.sum(tied, -1, keepdims=True)), shard_offset(VOCAB_AXIS, 1)
-    before = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < shard, counts, 0), -1, keepdims=True)
-    rank = (before + jnp.cumsum(tied, -1) - tied).astype(jnp.uint32)
+    offset = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < shard, counts, 0), -1, keepdims=True)
+    rank = (offset + jnp.cumsum(tied, -1) - tied).astype(jnp.uint32)
     above = [more + rank * digit for more, digit in zip(mass(places > least), _digits(weights), strict=True)]
     missing = _number(above) < enough
-    return (places > least) | ((tied > 0) & (missing | (rank == 0)))  # a `p` near 0 leaves one too
+    return (places > least) | ((tied > 0) & (missing | (rank == 0)))  # even a `p` near 0 includes one token
 
 
-def _digits(whole: jax.Array) -> list[jax.Array]:
-    """Return three digits of numbers of 32 bits, each so small that a sum of 2^20 still has a place in 32 bits."""
-    return [whole >> 21, (whole >> 10) & 2047, whole & 1023]
+def _digits(number: jax.Array) -> list[jax.Array]:
+    """Split 32-bit numbers into three digits, each small enough that a sum of 2^20 of them fits into 32 bits."""
+    return [number >> 21, (number >> 10) & 2047, number & 1023]
 
 
 def _number(digits: list[jax.Array]) -> jax.Array:
-    """Return the float32 of digits or of sums of digits; only the two additions round."""
+    """Return digits, or sums of digits, as a float32 number; only the two additions round."""
     first, second, third = (digit.astype(jnp.float32) for digit in digits)
     return first * 2**21 + (second * 2**10 + third)
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return noise of tokens [rows, n], by the row's key and position and the token's id alone."""
+    """Return the noise of tokens [rows, n], which depends only on the row's key and position and the token's id."""
     rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=GENERATOR), positions)
     words = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows, ids))
     return gumbel(words[..., 0])
 
 
 def gumbel(words: jax.Array) -> jax.Array:
-    """Gumbel noise of random words of 32 bits, from -2.9 to 22.9: of an infinite one a token of no probability wins.
-
-    The words near 0, of the largest noise, keep all their bits.
-    """
+    """Return Gumbel noise of random 32-bit words, from -2.9 to 22.9."""
+    # The noise must be finite, or a token of zero probability could win. Words near 0, which give the largest noise,
+    # keep all their bits.
     uniform = jnp.minimum((words.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))

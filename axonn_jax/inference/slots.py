@@ -1,4 +1,4 @@
-"""Requests and slots on the host, and their arrays for programs."""
+"""Requests and slots on the host, and the arrays that programs take of them."""
 
 import operator
 from collections import Counter
@@ -21,27 +21,27 @@ NO_KEY = (0, 0)
 
 
 class Request(NamedTuple):
-    """A text to make."""
+    """A text to generate."""
 
     prompt: tuple[int, ...]
     tokens: int
     sample: int = 0
-    """Number of the sample of its prompt, by which texts of one prompt and seed differ."""
+    """Index of the sample, which distinguishes texts of the same prompt and seed."""
 
 
 class Continuation(NamedTuple):
-    """Some tokens more of a request."""
+    """Further tokens of a request."""
 
     request: int
     """Index of the request."""
     ids: list[int]
     log_probabilities: list[float]
-    """Log-probabilities under the model's own scores, before sampling options; zeros without a reader."""
+    """Log-probabilities under the model's scores before sampling options; zeros if they were not requested."""
     ended: bool
 
 
 def numbered(prompts: Iterable[tuple[Sequence[int], int]], samples: int) -> list[Request]:
-    """Return requests of `samples` samples of every prompt; a repeated prompt continues its numbering."""
+    """Return `samples` requests per prompt; samples of a repeated prompt are numbered consecutively."""
     times, requests = Counter[tuple[int, ...]](), []
     for ids, tokens in prompts:
         first = times[prompt := tuple(ids)]
@@ -52,30 +52,34 @@ def numbered(prompts: Iterable[tuple[Sequence[int], int]], samples: int) -> list
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one text."""
+    """Slot for one text."""
 
     at: int
     """Index of the slot among all slots."""
     device: int
     """Index of the slot's device along `data`."""
     place: int
-    """Index of the slot among the device's own."""
+    """Index of the slot on its device."""
     request: int = -1
     count: int = 0
-    """Tokens in the cache."""
-    left: int = 0
-    """Tokens still to come."""
+    """Number of tokens in the cache."""
+    remaining: int = 0
+    """Number of tokens still to generate."""
     last: int = 0
     """The newest token, which is not in the cache yet."""
     key: Sequence[int] = NO_KEY
     text: list[int] = field(default_factory=list)
-    """Prompt and the tokens generated so far."""
+    """Prompt and tokens generated so far."""
     cached: tuple[int, ...] = ()
-    """The prompt whose keys and values are in the cache still, but for the last token's."""
+    """Prompt whose keys and values, except the last token's, are still in the cache."""
 
 
 def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
-    """Return token ids of a list or an array as Python's; raises ``UserError`` on `field` for others."""
+    """Return token ids of a list or an array as Python integers.
+
+    Raises:
+        UserError: On `field`, for anything else or an id outside the vocabulary.
+    """
     try:
         ids = tuple(operator.index(token) for token in np.asarray(value).tolist())
     except (TypeError, ValueError):
@@ -87,8 +91,11 @@ def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
 
 
 def checked(request: Request, vocab: int, length: int) -> Request:
-    """Return a request of Python's integers; raises ``UserError`` for another one, or for prompt and tokens over
-    `length`."""
+    """Return a valid request of Python integers.
+
+    Raises:
+        UserError: It is not a request, the prompt is empty, or prompt and tokens exceed `length`.
+    """
     if not isinstance(request, Request):
         raise UserError("request", request, "a Request(prompt, tokens) each")
     prompt, tokens = ids_of("prompt", request.prompt, vocab), integer("tokens", request.tokens, 1)
@@ -101,18 +108,18 @@ def checked(request: Request, vocab: int, length: int) -> Request:
 
 
 def put(tree: Any, spec: P, mesh: Mesh) -> Any:
-    """Return arrays, known in full to every process, laid out on the mesh; no collectives."""
+    """Lay out arrays, of which every process has the full values, on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
 
 
 def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
-    """Return the arrays of a decode step; with a padded `vocab`, also marks of the texts' tokens."""
-    last, counts, left = (
-        np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left")
+    """Return the arrays of a decode step; with a padded `vocab` size, also the mask of the texts' tokens."""
+    last, counts, remaining = (
+        np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "remaining")
     )
     keys = np.array([slot.key for slot in slots], np.uint32)
-    arrays = put(Slots(last, counts, left, keys), ROWS, mesh)
+    arrays = put(Slots(last, counts, remaining, keys), ROWS, mesh)
     if not vocab:
         return arrays
     seen = np.zeros((len(slots), vocab), bool)
@@ -121,8 +128,8 @@ def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
     return arrays._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))
 
 
-def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tuple[int, int, Chunk]]:
-    """Start, length and chunk of every part of the texts of one slot a device, all but their last tokens."""
+def prompt_chunks(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tuple[int, int, Chunk]]:
+    """Yield start, length and chunk of every part of the texts of one slot per device, without their last tokens."""
     counts = np.array([0 if slot is None else len(slot.text) - 1 for slot in slots], np.int32)
     places = np.array([0 if slot is None else slot.place for slot in slots], np.int32)
     start = 0
@@ -137,14 +144,15 @@ def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tu
 
 
 def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
-    """Return the copy of one slot's cache to another on the same device; the other devices copy a slot to itself."""
+    """Return the copy of a slot's cache to another slot of its device."""
+    # Zeros are the copy of a slot to itself, for the devices that have nothing to do.
     copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))
     copy.source[source.device], copy.target[source.device] = source.place, target.place
     return put(copy, ROWS, mesh)
 
 
-def tokens_behind(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> NDArray[np.int32]:
-    """The tokens behind the first of texts, [tokens, slots], zeros behind their ends, up to a multiple."""
+def shifted_tokens(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> NDArray[np.int32]:
+    """Return the texts without their first tokens, [tokens, slots], zero-padded to a multiple of `multiple` tokens."""
     pairs = list(texts)
     longest = max(len(text) for _, text in pairs) - 1
     tokens = np.zeros((-(-longest // multiple) * multiple, slots), np.int32)

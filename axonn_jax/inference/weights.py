@@ -37,7 +37,7 @@ from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 
 class Loaded(NamedTuple):
-    """Model for generation: parts with shapes in place of parameters, and the parameters on the grid's devices."""
+    """Model for generation: parts with abstract parameters, and the parameters on the grid's devices."""
 
     shape: ModelShape
     parts: SplitModule
@@ -45,15 +45,23 @@ class Loaded(NamedTuple):
 
 
 def check_grid(grid: GridShape) -> None:
-    """Raise ``UserError`` for axes over which generation does not go."""
-    for axis, why in (("pipe", "the stages would wait for each other"), ("z", "z would gather every weight")):
+    """Check that generation supports the grid.
+
+    Raises:
+        UserError: `pipe` or `z` is not 1.
+    """
+    for axis, reason in (("pipe", "the stages would wait for each other"), ("z", "z would gather every weight")):
         if getattr(grid, axis) != 1:
-            accepted = f"1 in generation, where for every token {why}; grid.y splits weights and heads"
+            accepted = f"1 in generation, where for every token {reason}; grid.y splits weights and heads"
             raise UserError(f"grid.{axis}", getattr(grid, axis), accepted)
 
 
 def floating(dtype: Any) -> jnp.dtype:
-    """The dtype of weights and cache: by itself bfloat16 on accelerators, else float32."""
+    """Return the dtype of weights and cache; by default bfloat16 on accelerators, else float32.
+
+    Raises:
+        UserError: It is not a floating-point dtype.
+    """
     if dtype is None:
         dtype = precisions("auto").compute
     try:
@@ -65,7 +73,7 @@ def floating(dtype: Any) -> jnp.dtype:
 
 
 def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
-    """Return the end tokens of a text, by all files of a model's directory; none for a live model."""
+    """Return the end tokens that any file of a model's directory names; none for a live model."""
     if isinstance(model, Transformer):
         return ()
     folder = Path(model)
@@ -74,11 +82,13 @@ def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
 
 
 def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
-    """Return the sizes with which a model generates on a grid: `y` KV heads if `y` is a multiple of the KV heads.
+    """Return the sizes with which a model generates on a grid.
 
-    Each head is then repeated, for a part of its queries. Raises ``UserError`` for sizes that do not divide.
+    Raises:
+        UserError: The sizes do not divide over the grid.
     """
     check_grid(grid)
+    # With more devices along `y` than KV heads, each device gets a copy of a head, for a part of its queries.
     if grid.y > shape.kv_heads and grid.y % shape.kv_heads == shape.heads % grid.y == 0:
         shape = replace(shape, kv_heads=grid.y)
     shape.check_grid(grid)
@@ -86,30 +96,36 @@ def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
 
 
 def grid_of_run(shape: ModelShape, grid: Grid) -> Grid:
-    """Return a grid for generation on a training grid's devices: `z` joins `y`, or `data` if heads do not divide."""
-    own = grid.shape
-    sizes = replace(own, z=1, y=own.z * own.y)
+    """Return a grid for generation on a training grid's devices.
+
+    `z` is merged into `y`, or into `data` if heads do not divide.
+    """
+    trained = grid.shape
+    sizes = replace(trained, z=1, y=trained.z * trained.y)
     try:
         on_grid(shape, sizes)
     except UserError:
-        sizes = replace(own, z=1, data=own.z * own.data)
+        sizes = replace(trained, z=1, data=trained.z * trained.data)
     mesh = build_mesh(sizes, list(grid.mesh.devices.flat))
     return Grid(sizes, mesh, {0: mesh}, grid.rank, grid.size)
 
 
 def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
-    """A parameter of the projection to queries, keys and values, with each KV head so many times."""
+    """Repeat each KV head of a parameter of the projection to queries, keys and values `times` times."""
     group = shape.heads // shape.kv_heads
     by_head = value.reshape(*value.shape[:-1], shape.kv_heads, group + 2, shape.head_dim)
     queries = by_head[..., :group, :].reshape(*value.shape[:-1], -1, group // times, shape.head_dim)
-    joined = jnp.concatenate([queries, jnp.repeat(by_head[..., group:, :], times, -3)], -2)
-    return joined.reshape(*value.shape[:-1], -1)
+    repeated = jnp.concatenate([queries, jnp.repeat(by_head[..., group:, :], times, -3)], -2)
+    return repeated.reshape(*value.shape[:-1], -1)
 
 
 def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> NDArray[Any]:
-    """Numbers of the projection's columns, laid out as repeated by `on_grid`; 0 for all copies but the first.
+    """Lay out values of the projection's columns for repeated heads, with 0 for all copies but the first.
 
-    `shape` has the repeated heads; the values [..., columns] are of so many `kv_heads`.
+    Args:
+        values: Values [..., columns] of a model with `kv_heads` heads.
+        shape: Sizes with repeated heads, from `on_grid`.
+        kv_heads: Number of KV heads before the repetition.
     """
     lead, group = values.shape[:-1], shape.heads // kv_heads
     by_head = values.reshape(*lead, kv_heads, group + 2, shape.head_dim)
@@ -120,51 +136,52 @@ def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> N
 
 
 class _Plan:
-    """Plan of a model on a grid, with parts and with parameters as read, without repeated heads."""
+    """Plan of a model on a grid, with its parts and the parameters to read, in which heads are not repeated."""
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
-        self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
-        comm = BlockComm(attention=True)  # with few tokens attention would else be done twice along `x`
+        self._source_shape, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
+        # With few tokens, attention would otherwise be computed redundantly along `x`.
+        comm = BlockComm(attention=True)
         comm = comm if grid.shape.x > 1 and comm.fits(self.shape, grid.shape) else BlockComm()
         model = nnx.eval_shape(lambda: Transformer(self.shape, rngs=nnx.Rngs(0), comm=comm))
         self.model = fit_vocabulary(model, grid.shape)
         self.parts = shapes_of(split_module(self.model), jnp.dtype(dtype))
         self.read = {name: self._read(name, p) for name, p in self.parts.params.items()}
 
-    def _read(self, name: str, made: Any) -> jax.ShapeDtypeStruct:
-        size, spec = made.shape, self.parts.specs[name]
+    def _read(self, name: str, struct: Any) -> jax.ShapeDtypeStruct:
+        size, spec = struct.shape, self.parts.specs[name]
         if self._repeats(name):
-            wide = (self._given.heads + 2 * self._given.kv_heads) * self._given.head_dim
+            wide = (self._source_shape.heads + 2 * self._source_shape.kv_heads) * self._source_shape.head_dim
             size = (*size[:-1], wide)
             if wide % (self._grid.shape.y * self._grid.shape.x):
                 spec = P(*spec[: len(size) - 1])
-        return jax.ShapeDtypeStruct(size, made.dtype, sharding=NamedSharding(self._grid.mesh, spec))
+        return jax.ShapeDtypeStruct(size, struct.dtype, sharding=NamedSharding(self._grid.mesh, spec))
 
     def _repeats(self, name: str) -> bool:
-        return self.shape != self._given and ".attention.qkv." in name
+        return self.shape != self._source_shape and ".attention.qkv." in name
 
     def loaded(self, params: Params) -> Loaded:
-        """Return the loaded model of parameters as read, which this call changes."""
-        times = self.shape.kv_heads // self._given.kv_heads
+        """Return the model of parameters that match `read`; `params` is modified."""
+        times = self.shape.kv_heads // self._source_shape.kv_heads
         for name in filter(self._repeats, params):
             sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])
             repeat = jax.jit(_repeated, static_argnums=(1, 2), out_shardings=sharding)
-            params[name] = repeat(params[name], self._given, times)
+            params[name] = repeat(params[name], self._source_shape, times)
         shapes: Any = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in params.items()}
         return Loaded(self.shape, self.parts._replace(params=shapes), params)
 
 
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
-    """Return a live model's weights, from any meshes, cast and laid out; no collectives."""
+    """Return a live model's weights, from any meshes, cast and laid out on the grid; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with without_mesh():
-        given = split_module(fit_vocabulary(merged(model), grid.shape)).params
-        params = {name: given[name].astype(want.dtype) for name, want in plan.read.items()}
-    return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))
+        live_params = split_module(fit_vocabulary(merged(model), grid.shape)).params
+        params = {name: live_params[name].astype(struct.dtype) for name, struct in plan.read.items()}
+    return plan.loaded(jax.device_put(params, {name: struct.sharding for name, struct in plan.read.items()}))
 
 
 def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: str | Path | None = None) -> Loaded:
-    """A live model or one in a directory, with kernels in the best form for products of few tokens."""
+    """Load a live model or one in a directory, with kernels in the fastest layout for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
     else:
@@ -183,10 +200,18 @@ def of_run(
     base: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
-    """Read the weights in a directory, each device its own shards.
+    """Read the weights in a directory; each device reads its own shards.
 
-    `base` is the directory of the base of adapters (default: where it was in training). Raises ``UserError`` for
-    weights of another `shape` (default: the directory's).
+    Args:
+        run: Directory of a run or of a Hugging Face model.
+        grid: Grid to load onto.
+        dtype: Dtype of the weights.
+        shape: Expected sizes; by default the directory's.
+        base: Directory of the adapters' base model; by default where it was in training.
+        warn: Called with warnings.
+
+    Raises:
+        UserError: The weights are of another shape, or `base` is set for a run without adapters.
     """
     check_grid(grid.shape)
     shape = shape or shape_of(run, "RUN_DIR")
@@ -196,7 +221,8 @@ def of_run(
     stored = adapters_in(checkpoint, "RUN_DIR") if checkpoint else None
     if base and not stored:
         raise UserError("base", str(base), f"left out, as {run} is a whole model")
-    if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
+    # Checked before all of those layers are traced.
+    if checkpoint and shape.layers > len(checkpoint.manifest.arrays):
         accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
         raise UserError("model.layers", shape.layers, accepted)
     if checkpoint:
@@ -205,7 +231,7 @@ def of_run(
     if pretrained:
         return plan.loaded(load_into(pretrained, plan.read))
     assert checkpoint is not None
-    sizes = without_padding({PARAMS + name: want.shape for name, want in plan.read.items()}, padding_of(plan.model))
+    sizes = without_padding({PARAMS + name: struct.shape for name, struct in plan.read.items()}, padding_of(plan.model))
     if stored is None:
         return plan.loaded(load_weights(checkpoint, plan.read, sizes))
     check_shape(shape, stored.config)

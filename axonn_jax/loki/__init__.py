@@ -1,1 +1,1 @@
-"""Loki attention: choice of a decode step's keys by principal components, and the baselines."""
+"""Loki attention: selection of a decode step's keys by principal components, and its baselines."""

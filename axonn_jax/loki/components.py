@@ -1,4 +1,4 @@
-"""Principal components of a model's keys: found in batches, kept in a file, read for generation."""
+"""Principal components of a model's keys: computed over batches, saved to a file, loaded for generation."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,31 +34,33 @@ from axonn_jax.tensor.specs import shard_mapped
 FILE = "loki.safetensors"
 _ORTHONORMAL = 1e-3
 _PROJECTIONS = 4
-_SAME = 0.01  # of a kernel's norm; rounding to bfloat16 moves a projection by 0.0017 of it, in the mean square
+# Tolerance of projections as a share of a kernel's norm. Rounding to bfloat16 moves a projection by 0.0017, RMS.
+_SAME = 0.01
 
 
 class Components(NamedTuple):
     """Principal components of the keys of every layer and KV head, by decreasing variance."""
 
     vectors: NDArray[np.float32]
-    """[layers, kv_heads, D, D], a component a column."""
+    """[layers, kv_heads, D, D]; the columns are components."""
     means: NDArray[np.float32]
-    """[layers, kv_heads, D], of the keys; not used in generation (only a rotation changes no score)."""
+    """[layers, kv_heads, D], of the keys; not used in generation, as only a rotation leaves scores unchanged."""
     variances: NDArray[np.float32]
     """[layers, kv_heads, D]."""
     tokens: int
 
     def ranks(self, share: float = 0.9) -> NDArray[np.int64]:
-        """Number of components that hold this share of the variance, [layers, kv_heads]."""
+        """Return the number of components that explain this share of the variance, [layers, kv_heads]."""
         sums = np.cumsum(self.variances.astype(np.float64), -1)
         return np.asarray((sums < share * sums[..., -1:]).sum(-1) + 1)
 
 
 def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
-    """A program (params, tokens [rows, seq]) -> sums of keys [kv_heads, D] and of their products [kv_heads, D, D].
+    """Return a program: (params, tokens [rows, seq]) -> moments of the keys of every layer.
 
-    By "post" and "pre", after and before rotation, for every layer, float32. Rows lie over `data`, over which the sums
-    are all-reduced: 2 kv_heads D (D + 1) float32 a layer.
+    The moments are sums of keys [kv_heads, D] and of their outer products [kv_heads, D, D], in float32, under "post"
+    and "pre" for keys after and before the rotary embedding. Collectives: an all-reduce over `data` of
+    2 kv_heads D (D + 1) float32 numbers per layer.
     """
 
     def local(params: Params, tokens: jax.Array) -> dict[str, list[Any]]:
@@ -71,11 +73,11 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
             return causal_attention(q, k, v, rule=rule), k
 
         for block in model.blocks:
-            before = block.attention.project(block.attention_norm(x), None)[1]
+            unrotated = block.attention.project(block.attention_norm(x), None)[1]
             x, k = block.attend_by(attend, x, by)
             x = block.feed_forward(x)
             keys["post"].append(_sums(k))
-            keys["pre"].append(_sums(before))
+            keys["pre"].append(_sums(unrotated))
         return keys
 
     heads = parts.merge(parts.params).blocks[0].attention.qkv.comm  # type: ignore[attr-defined]
@@ -91,10 +93,14 @@ def _sums(k: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any]) -> dict[str, Components]:
-    """Principal components, "post" and "pre" rotation, of batches of tokens [rows, seq].
+    """Return the principal components of keys, "post" and "pre" rotary embedding, over batches of tokens [rows, seq].
 
-    Sums are added up in float64 on the host; the keys themselves are never there.
+    Args:
+        program: Result of `moments`.
+        params: Weights of the model.
+        batches: Batches of tokens.
     """
+    # Only moments reach the host, never keys; accumulate them in float64, as the variance is a difference of sums.
     total: Any = None
     tokens = 0
     for batch in batches:
@@ -107,16 +113,19 @@ def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any
 def _components(layers: Sequence[Any], tokens: int) -> Components:
     means, products = (np.stack([layer[at] for layer in layers]) / tokens for at in (0, 1))
     values, vectors = np.linalg.eigh(products - means[..., :, None] * means[..., None, :])
-    turned, middle, spread = (
+    components, centers, variances = (
         np.ascontiguousarray(a, np.float32) for a in (vectors[..., ::-1], means, np.maximum(values[..., ::-1], 0))
     )
-    return Components(turned, middle, spread, tokens)
+    return Components(components, centers, variances, tokens)
 
 
 def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[float]]:
-    """Random projections and the norm of every layer's query, key and value weights: the same on every grid.
+    """Return random projections and the norm of every layer's query, key and value weights, equal on every grid.
 
-    `kv_heads` are the model's, of which there may be several copies on a grid.
+    Args:
+        parts: The model.
+        params: Its weights.
+        kv_heads: Number of KV heads without the copies that a grid may have.
     """
 
     def project(params: Params) -> list[jax.Array]:
@@ -129,8 +138,8 @@ def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[
             sizes = kernel.shape[0], (model.shape.heads + 2 * kv_heads) * model.shape.head_dim
             rows, columns = (2 * signs.integers(0, 2, (_PROJECTIONS, size)) - 1 for size in sizes)
             columns = at_first_copies(columns.astype(np.float32), model.shape, kv_heads)
-            given = (rows.astype(np.float32), kernel, columns)
-            sums = jnp.einsum("pi,ij,pj->p", *given, precision=lax.Precision.HIGHEST)
+            operands = (rows.astype(np.float32), kernel, columns)
+            sums = jnp.einsum("pi,ij,pj->p", *operands, precision=lax.Precision.HIGHEST)
             projected.append(jnp.append(sums, jnp.linalg.norm(kernel * np.abs(columns[:1]))))
         return projected
 
@@ -138,7 +147,7 @@ def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[
 
 
 def save(components: Components, path: Path, shape: ModelShape, weights: Sequence[Sequence[float]], keys: str) -> None:
-    """Write the components to a file with the model and the `fingerprint` of its weights."""
+    """Write the components to a file, with the model's sizes and the `fingerprint` of its weights."""
     from safetensors.numpy import save as bytes_of
 
     facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
@@ -147,7 +156,11 @@ def save(components: Components, path: Path, shape: ModelShape, weights: Sequenc
 
 
 def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:
-    """Read components and the file's facts; raise ``UserError`` where the file is not of this model."""
+    """Read components and the file's metadata.
+
+    Raises:
+        UserError: The file is missing, damaged or of another model.
+    """
     from safetensors import SafetensorError, safe_open
 
     command = f"axonn-jax loki {run} --data DIR"
@@ -177,7 +190,11 @@ def _orthonormal(vectors: NDArray[Any]) -> bool:
 
 
 def check_weights(facts: Mapping[str, str], parts: SplitModule, params: Params, run: Path) -> None:
-    """Raise ``UserError`` where components are of other weights."""
+    """Check that components belong to these weights.
+
+    Raises:
+        UserError: They are of other weights.
+    """
     theirs = np.array(json.loads(facts["weights"]))
     ours = np.array(fingerprint(parts, params, json.loads(facts["model"])["kv_heads"]))
     if theirs.shape != ours.shape or not (np.abs(theirs - ours) <= _SAME * ours[:, -1:]).all():
@@ -186,14 +203,14 @@ def check_weights(facts: Mapping[str, str], parts: SplitModule, params: Params, 
 
 
 def laid_out(components: Components, spec: P, mesh: Mesh, *, times: int = 1) -> list[jax.Array]:
-    """Each layer's components, with heads as the cache has them: each so many times, one after the other."""
+    """Lay out each layer's components like the cache's heads, with every head repeated `times` times."""
     sharding = NamedSharding(mesh, spec)
     layers = [np.repeat(layer, times, 0) for layer in components.vectors]
     return [jax.make_array_from_callback(layer.shape, sharding, layer.__getitem__) for layer in layers]
 
 
 def attention_of(name: CachedKeys, options: LokiOptions, shape: ModelShape) -> FullAttention:
-    """The choice of keys that a command line names."""
+    """Return the attention that a command line names."""
     makers: dict[CachedKeys, Callable[[], Any]] = {
         "full": FullAttention,
         "loki": partial(LokiAttention, options.first(shape), options.keys, options.block),

@@ -1,4 +1,4 @@
-"""The options of Loki and its baselines on a command line; no jax."""
+"""Command-line options of Loki and its baselines; without jax."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,11 @@ class LokiOptions:
     """Rank blocks of so many tokens by their best one: reads longer pieces of memory."""
 
     def check(self, attention: CachedKeys) -> None:
-        """Raise ``UserError`` for a number out of range."""
+        """Check the options.
+
+        Raises:
+            UserError: A number is out of range, or `attention` does not read an option that is set.
+        """
         for name in ("features", "keys"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"--loki.{name}", getattr(self, name), "a number above 0 and at most 1")
@@ -31,10 +35,11 @@ class LokiOptions:
                 raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 
     def share_read(self, shape: ModelShape) -> float:
-        """Return a step's reads of a KV head's cache over full attention's; each query head reads its own keys."""
+        """Return the ratio of a step's reads of a KV head's cache to those of full attention."""
+        # Each query head selects its own keys, so the keys that are read grow with the group.
         first, group = self.first(shape) / shape.head_dim, shape.heads // shape.kv_heads
         return (first + group * self.keys * (2 - first)) / 2
 
     def first(self, shape: ModelShape) -> int:
-        """Number of features by which keys are ranked."""
+        """Return the number of features that keys are ranked by."""
         return max(1, round(self.features * shape.head_dim))

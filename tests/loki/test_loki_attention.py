@@ -65,8 +65,8 @@ def test_chosen_keys_are_the_oracles(group, block, keys):
 def test_there_is_room_for_all_that_is_chosen_of_a_full_cache(keys, block):
     """By the same rounding: else the newest, the last of them, would be left out."""
     attention, capacities = LokiAttention(FIRST, keys, block), [64, 512, 1536, 12_800, 115_200]
-    chosen = attention.number(jnp.array(capacities))
-    assert chosen.tolist() == [attention.most(capacity) for capacity in capacities]
+    chosen = attention.block_count(jnp.array(capacities))
+    assert chosen.tolist() == [attention.max_blocks(capacity) for capacity in capacities]
 
 
 def test_turned_queries_and_keys_have_the_same_scores_and_turn_back():
@@ -77,7 +77,7 @@ def test_turned_queries_and_keys_have_the_same_scores_and_turn_back():
     plain, scores = (np.einsum("bkgd,bknd->bkgn", *pair) for pair in ((q.astype(np.float64), k), turned))
     np.testing.assert_allclose(scores, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
     attention, extra = LokiAttention(FIRST, 0.25), jnp.asarray(components)
-    back = attention.held(attention.stored(jnp.asarray(k), jnp.asarray(k), extra), extra)
+    back = attention.keys_and_values(attention.stored(jnp.asarray(k), jnp.asarray(k), extra), extra)
     np.testing.assert_allclose(back[0], k, atol=1e-6 * np.abs(k).max())
     np.testing.assert_array_equal(back[1], k)
 
