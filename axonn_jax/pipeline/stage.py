@@ -138,8 +138,8 @@ class Stage:
     def bytes_kept(self) -> int:
         """Return the bytes a microbatch holds from forward to backward, excluding `x`, on all devices of the stage."""
         boundaries = [member.programs.stretch.x for member in self._members[1:]]
-        residual_bytes = sum(member.programs.chain.bytes_kept() for member in self._members)
-        return residual_bytes + sum(x.size * x.dtype.itemsize for x in boundaries if x is not None)
+        total = sum(member.programs.chain.bytes_kept() for member in self._members)
+        return total + sum(x.size * x.dtype.itemsize for x in boundaries if x is not None)
 
     def _order(self, name: str) -> list[tuple[int, str]]:
         """Return (group number, program) pairs in the order in which a task runs them."""
