@@ -68,7 +68,7 @@ def plan(
         stages.append([])
         for group_segments in group_ranges(kinds, stage_segments):
             if x is not None:
-                # Neighbouring stages may lie on other devices: activations keep their layout but change meshes.
+                # A neighbouring stage may be on other devices: activations keep their layout but change meshes.
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
             form = (*kinds[group_segments.start : group_segments.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
             # An empty kind marks a segment without an identical twin, such as the embedding or the head.

@@ -57,7 +57,7 @@ class StagePrograms:
         self._stretch, self._traced = stretch, traced
         self._gradients, self._sums, self._inputs = gradients, sums, list(dict.fromkeys(traced.names))
         free = [i for i, name in enumerate(traced.names) if name in stretch.names]
-        # The activation policy limits what a separate forward saves for its backward. In "FI" and "FB" nothing waits.
+        # The activation policy limits what a separate forward saves. In "FI" and "FB" the backward follows at once.
         keep = {"keep": keeps(stretch.work.activations)} if "F" in goals else {}
         self._parts = cut(traced.closed, list(goals.values()), free, **keep)
         self._handed = [[boundary_struct(var.aval, stretch.mesh) for var in part.residuals] for part in self._parts]

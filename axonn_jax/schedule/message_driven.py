@@ -144,8 +144,8 @@ class ArrivalDispatcher(OrderedDispatcher):
         inside, young = self._inside < self._limit, self._allows_young()
         if not room or (self._chunks == 1 and not inside):
             return
-        # Microbatches before the oldest have started all their forwards. With room for the oldest only, others do not
-        # matter.
+        # Microbatches before the oldest have started all their forwards. With room for the oldest
+        # only, messages for others would not let a task start.
         groups = range(self._oldest // self._pipe, -(-self._microbatches // self._pipe))
         for group in groups if young else groups[:1]:
             end = min((group + 1) * self._pipe, self._microbatches)
