@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import NamedSharding, P
-from test_pruned_training import DENSITY, batches, largest, model, optimizer
+from pruned_runs import DENSITY, batches, largest, model, optimizer
 from trainers import make_trainer
 
 import axonn_jax as ax

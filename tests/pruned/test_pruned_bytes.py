@@ -7,7 +7,7 @@ import grids
 import numpy as np
 import pytest
 from hlo.collectives import collectives
-from test_pruned_training import SHAPE, batches, model, optimizer
+from pruned_runs import SHAPE, batches, model, optimizer
 from trainers import make_trainer
 
 import axonn_jax as ax

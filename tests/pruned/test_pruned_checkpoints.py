@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 import trainers
-from test_pruned_training import DENSITY, PRUNE, batches, curve, largest, model, optimizer
+from pruned_runs import DENSITY, PRUNE, batches, curve, largest, model, optimizer
 from trainers import make_trainer, params, same
 
 import axonn_jax as ax
