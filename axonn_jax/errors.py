@@ -120,8 +120,8 @@ def plain(value: Any) -> Any:
             value = value.item()
     if isinstance(value, str):
         return str.__str__(value)  # the text, where str() has an enumeration's name
-    own = next((kind for kind in (int, float) if isinstance(value, kind) and not isinstance(value, bool)), None)
-    return value if own is None else own(value)
+    builtin = next((kind for kind in (int, float) if isinstance(value, kind) and not isinstance(value, bool)), None)
+    return value if builtin is None else builtin(value)
 
 
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
@@ -182,9 +182,9 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
         for name, value in bound.arguments.items():
             hint, kind = hints().get(name, Any), signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
-                value = tuple(_typed(name, hint, each) for each in value)
+                value = tuple(_typed(name, hint, entry) for entry in value)
             elif kind is inspect.Parameter.VAR_KEYWORD:
-                value = {key: _typed(key, hint, each) for key, each in value.items()}
+                value = {key: _typed(key, hint, entry) for key, entry in value.items()}
             else:
                 value = _typed(name, hint, value)
             bound.arguments[name] = value
@@ -193,11 +193,11 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def near_arguments(of: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+def near_arguments(of: str, kwargs: Mapping[str, object], parameters: Iterable[str]) -> None:
     """Raise ``UserError`` for an argument that a function does not have, with the known one that is meant, if any."""
-    for name in given.keys() - {*known}:
-        if hint := nearest(name, known):
-            raise UserError(name, given[name], f"no argument of {of}{hint}")
+    for name in kwargs.keys() - {*parameters}:
+        if hint := nearest(name, parameters):
+            raise UserError(name, kwargs[name], f"no argument of {of}{hint}")
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
@@ -216,7 +216,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 def _fits(hint: Any, value: Any) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(each, value) for each in inner)
+        return any(_fits(option, value) for option in inner)
     if kind is Literal:
         return type(value) is type(inner[0]) and value in inner
     if kind in (Iterable, Sequence) and isinstance(value, Mapping):  # its entries are keys, which nobody means
@@ -232,7 +232,7 @@ def _fits(hint: Any, value: Any) -> bool:
 def _accepted(hint: Any, value: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return " or ".join(_accepted(each, value) for each in inner if each is not str or Path not in inner)
+        return " or ".join(_accepted(option, value) for option in inner if option is not str or Path not in inner)
     if kind is Literal:
         return f"one of {', '.join(inner)}{nearest(value, inner) if isinstance(value, str) else ''}"
     home = "models." if ".models." in kind.__module__ else ""
@@ -250,16 +250,16 @@ def first_line(error: BaseException) -> str:
     return without_credentials(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
     or else is close, or nothing; of names with a dot those of the same table. Capitals make no difference."""
-    known = list(known)
-    if hint := named_elsewhere(word, known):
+    candidates = list(candidates)
+    if hint := foreign_name_hint(word, candidates):
         return hint
-    names, word = {name.lstrip("-").lower(): name for name in known}, word.lstrip("-").lower()
-    table = word.removesuffix(own := word.rpartition(".")[2])
+    names, word = {name.lstrip("-").lower(): name for name in candidates}, word.lstrip("-").lower()
+    table = word.removesuffix(last := word.rpartition(".")[2])
     if below := {key.removeprefix(table): name for key, name in names.items() if table and key.startswith(table)}:
-        names, word = below, own
+        names, word = below, last
     longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
     close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
     if not close:  # of a table that is left out
@@ -268,7 +268,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return _meant(names[close[0]]) if close else ""
 
 
-def named_elsewhere(word: str, known: Iterable[str]) -> str:
+def foreign_name_hint(word: str, candidates: Iterable[str]) -> str:
     """Return the part of `nearest` for names of other systems alone."""
     word = word.lstrip("-").lower().rpartition(".")[2].replace("-", "_")
     if absent := _NOWHERE.get(word):
@@ -276,7 +276,7 @@ def named_elsewhere(word: str, known: Iterable[str]) -> str:
     name = _ELSEWHERE.get(word, "")
     end = name.rpartition(".")[2]
     # A name with its table is one of several that end alike; those of one table come without it.
-    keys = (key for key in known if key.lstrip("-") in (name, end) or (name == end and key.endswith(f".{end}")))
+    keys = (key for key in candidates if key.lstrip("-") in (name, end) or (name == end and key.endswith(f".{end}")))
     return next(map(_meant, keys), "") if name else ""
 
 
@@ -284,10 +284,13 @@ def _meant(name: str) -> str:
     return f"; did you mean {name!r}?"
 
 
-def nearest_or_all(word: str, known: Sequence[str]) -> str:
+def nearest_or_all(word: str, candidates: Sequence[str]) -> str:
     """Return what `nearest` returns, or else all known words, those of the same table where a word has one."""
     table = word[: word.find(".") + 1] or "none"
-    return nearest(word, known) or f", which has {', '.join([n for n in known if n.startswith(table)] or known)}"
+    return (
+        nearest(word, candidates)
+        or f", which has {', '.join([n for n in candidates if n.startswith(table)] or candidates)}"
+    )
 
 
 class _NotGiven:

@@ -127,9 +127,9 @@ class Settings:
     table = ""
     """Name of the table in errors."""
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
+    def __new__(cls, *_: Any, **kwargs: Any) -> Self:
         """Name the setting that a wrong name is near to, before Python refuses it."""
-        near_arguments(cls.__name__, given, [field.name for field in fields(cast(Any, cls))])
+        near_arguments(cls.__name__, kwargs, [field.name for field in fields(cast(Any, cls))])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -166,10 +166,10 @@ def amount_of_bytes(name: str, text: str, accepted: str) -> int:
 
     Raises ``UserError`` for others, as for 36: some would mean bytes, and some GB.
     """
-    given, rounded = amount(name, text, _BYTES, accepted)
-    if given and not rounded:
+    count, rounded = amount(name, text, _BYTES, accepted)
+    if count and not rounded:
         raise UserError(name, text, f"{accepted}; a number needs its unit")
-    return int(given)
+    return int(count)
 
 
 _NOUNS: Mapping[Any, str] = {
@@ -189,8 +189,8 @@ def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) ->
     Raises:
         UserError: a field is missing, unknown, out of range or not of its type.
     """
-    made: T = _typed(kind, value, name, closed)
-    return made
+    result: T = _typed(kind, value, name, closed)
+    return result
 
 
 def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
@@ -219,13 +219,13 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
             raise UserError(name, value, "a table")
         keys = {key: _typed(inner[0], key, name, closed) for key in value}
         return {keys[key]: _typed(inner[1], entry, f"{name}[{key!r}]", closed) for key, entry in value.items()}
-    whole = kind is float and type(value) is int
-    if kind is Any or ((type(value) is kind or whole) and not _strange(value)):
+    int_for_float = kind is float and type(value) is int
+    if kind is Any or ((type(value) is kind or int_for_float) and not _strange(value)):
         if isinstance(note, LocalPath):
             return local_path(name, value)
         if note is not None:
             note.check(name, value)
-        return float(value) if whole else value
+        return float(value) if int_for_float else value
     strange = {str: " without NUL", int: " of at most 64 bits"}[kind] if type(value) is kind else ""
     raise UserError(name, value, note.accepted if isinstance(note, Range) else _NOUNS[kind] + strange)
 
@@ -245,21 +245,21 @@ def not_none(kind: Any) -> Any:
 
 
 def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
-    known = _fields(kind)
+    hints = _fields(kind)
     if type(value) is not dict:
-        raise UserError(name or "content", value, f"a table with the keys {', '.join(known)}")
+        raise UserError(name or "content", value, f"a table with the keys {', '.join(hints)}")
     prefix = f"{name}." if name else ""
     for key in value if closed else ():
-        if key not in known:
-            accepted = f"not a known key{nearest(key, known)}; those are {', '.join(known)}"
+        if key not in hints:
+            accepted = f"not a known key{nearest(key, hints)}; those are {', '.join(hints)}"
             raise UserError(prefix + key, value[key], accepted)
-    given = {}
-    for key, (hint, required) in known.items():
+    kwargs = {}
+    for key, (hint, required) in hints.items():
         if key in value:
-            given[key] = _typed(hint, value[key], prefix + key, closed)
+            kwargs[key] = _typed(hint, value[key], prefix + key, closed)
         elif required:
             raise UserError(prefix + key, NOT_GIVEN, "required")
-    return kind(**given)
+    return kind(**kwargs)
 
 
 @cache
@@ -283,10 +283,10 @@ def field_docs(cls: Any) -> dict[str, str]:
         for field, text in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    for own in fields(cls):
-        if of := own.metadata.get("of"):
-            default = next(f.default for f in fields(of) if f.name == own.name)
+    for entry in fields(cls):
+        if of := entry.metadata.get("of"):
+            default = next(f.default for f in fields(of) if f.name == entry.name)
             plain = default is not MISSING and not isinstance(default, DerivedSize)
             shown = str(default).lower() if isinstance(default, bool) else default
-            docs[own.name] = field_docs(of)[own.name] + (f" Default: {shown}, or the preset's." if plain else "")
+            docs[entry.name] = field_docs(of)[entry.name] + (f" Default: {shown}, or the preset's." if plain else "")
     return docs

@@ -15,7 +15,8 @@ from typing import Any, Self, TextIO, cast
 
 from axonn_jax.errors import without_credentials
 
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe without a reader, a terminal that was closed, no file at all
+# A pipe without a reader, a closed terminal, and a descriptor that is not open.
+_CLOSED_ERRNOS = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
 def printable(text: str) -> str:
@@ -62,8 +63,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[
 def duration(seconds: float) -> str:
     """``1:02:03`` or ``2:03``."""
     rounded = int(seconds + 0.5)
-    hours, minutes, rest = rounded // 3600, rounded // 60 % 60, rounded % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    hours, minutes, remainder = rounded // 3600, rounded // 60 % 60, rounded % 60
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"
 
 
 def age(seconds: float) -> str:
@@ -89,7 +90,7 @@ def unheard() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _GONE:
+        if error.errno in _CLOSED_ERRNOS:
             with contextlib.suppress(OSError):
                 _lead_nowhere(sys.stderr.fileno())
     except (ValueError, AttributeError):
@@ -190,18 +191,18 @@ class Ticker:
     """Progress of a command: on a terminal a live line after two seconds, elsewhere a line every ten."""
 
     def __init__(
-        self, what: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
+        self, activity: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
     ):
         self._stream = unfailing() if stream is None else stream
         self._live = redraws(self._stream)
         self._first, self._every = first or (2.0 if self._live else 10.0), every or (0.5 if self._live else 10.0)
         self._over, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
         self._start, self._shown = time.monotonic(), False
-        self.now(what, total)
+        self.now(activity, total)
 
-    def now(self, what: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
+    def now(self, activity: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
         """Set the activity, the units in all if known, and the units done."""
-        self._what, self._total, self._done, self._unit = what, total, done, unit
+        self._activity, self._total, self._done, self._unit = activity, total, done, unit
 
     def done(self, count: int) -> None:
         """Set the number of units done."""
@@ -222,7 +223,7 @@ class Ticker:
     def _watch(self) -> None:
         wait = self._first
         while not self._over.wait(wait):
-            line = f"{self._what}, {duration(time.monotonic() - self._start)}"
+            line = f"{self._activity}, {duration(time.monotonic() - self._start)}"
             if self._total:
                 line += f": {self._done:,} of {self._total:,} {self._unit}"
             ends = {"end": ""} if self._live else {"end": "\n"}

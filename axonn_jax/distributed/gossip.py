@@ -18,12 +18,12 @@ PATIENT: frozenset[Phase] = frozenset({"compiling", "saving"})
 SILENT_S = 4.0
 """A living neighbour is heard of every half second; this long without a word is suspicious."""
 _CHILDREN = 8
-_NAMED = 2
+_ACCUSED_SLOTS = 2
 """Most silent ranks in a report and in an error line."""
 _NOBODY = -1
 _FIXED = struct.Struct("<qqqB24s120s")
 _ACCUSED = struct.Struct("<qqd")
-SIZE = _FIXED.size + _NAMED * _ACCUSED.size
+SIZE = _FIXED.size + _ACCUSED_SLOTS * _ACCUSED.size
 """Bytes of a report."""
 
 
@@ -108,17 +108,17 @@ class Gossip:
             depth, reach = depth + 1, reach * _CHILDREN + 1
         self._fresh_s = SILENT_S + 2 * depth * beat
 
-    def tell(self, own: Report, moved: float, now: float) -> bytes:
+    def tell(self, report: Report, moved: float, now: float) -> bytes:
         """Return the report to send at this beat; `moved` is when this process last did."""
         if moved > self.moved:
             self.moved, self._moves = moved, self._moves + 1
         for rank, at in self._deaf(now):
-            known = self._accused.get(rank)
-            self._accused[rank] = _Accused(known.times + 1 if known else 1, at, now)
-        texts = (own.finished.encode(), own.does.encode())
-        record = _FIXED.pack(self._rank, own.step, self._moves, PHASES.index(own.phase), *texts)
+            accusation = self._accused.get(rank)
+            self._accused[rank] = _Accused(accusation.times + 1 if accusation else 1, at, now)
+        texts = (report.finished.encode(), report.does.encode())
+        record = _FIXED.pack(self._rank, report.step, self._moves, PHASES.index(report.phase), *texts)
         accused = [(rank, news.times, now - news.since) for rank, news in self._news(now)]
-        for news in [*accused, *[(_NOBODY, 0, 0.0)] * _NAMED][:_NAMED]:
+        for news in [*accused, *[(_NOBODY, 0, 0.0)] * _ACCUSED_SLOTS][:_ACCUSED_SLOTS]:
             record += _ACCUSED.pack(*news)
         return record
 
@@ -128,10 +128,10 @@ class Gossip:
         self._heard[sender] = Report(PHASES[phase], step, _text(finished), _text(does)), now
         if moves > self._moves:
             self.moved, self._moves = now, moves
-        for index in range(_NAMED):
+        for index in range(_ACCUSED_SLOTS):
             rank, times, silent = _ACCUSED.unpack_from(record, _FIXED.size + index * _ACCUSED.size)
-            known = self._accused.get(rank)
-            if rank != _NOBODY and (known is None or times > known.times):
+            previous = self._accused.get(rank)
+            if rank != _NOBODY and (previous is None or times > previous.times):
                 self._accused[rank] = _Accused(times, now - silent, now)
 
     def resumed(self, now: float) -> None:
@@ -148,7 +148,7 @@ class Gossip:
         silent = {rank: now - at for rank, (_, at) in self._heard.items() if now - at > SILENT_S}
         for rank, news in sorted(self._news(now), key=lambda item: abs(item[0] - self._rank)):
             silent.setdefault(rank, now - news.since)
-        return dict(list(silent.items())[:_NAMED])
+        return dict(list(silent.items())[:_ACCUSED_SLOTS])
 
     def peer_failed(self, now: float) -> bool:
         """True if a process is silent without a reason (while one compiles, its threads may stand still)."""
@@ -170,11 +170,13 @@ class Gossip:
 
     def _news(self, now: float) -> list[tuple[int, _Accused]]:
         """Return valid accusations, newest first; each rank judges its own neighbours."""
-        own = {rank for rank, _ in self._deaf(now)}
+        silent_neighbours = {rank for rank, _ in self._deaf(now)}
         holds = [
             (rank, news)
             for rank, news in self._accused.items()
-            if now - news.confirmed < self._fresh_s and (rank in own or rank not in self._heard) and rank != self._rank
+            if now - news.confirmed < self._fresh_s
+            and (rank in silent_neighbours or rank not in self._heard)
+            and rank != self._rank
         ]
         return sorted(holds, key=lambda item: -item[1].confirmed)
 

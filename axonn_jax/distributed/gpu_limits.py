@@ -14,7 +14,7 @@ XLAS_OWN = 64
 
 FRACTION = 0.92
 """Share of a GPU's memory for runs, as `plan` assumes; CUDA's context and NCCL's buffers have the rest."""
-JAXS_OWN = 0.75
+JAX_DEFAULT_FRACTION = 0.75
 """Default share of a GPU's memory for jax."""
 FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 """jax's variable for the share, read when the backend starts."""
@@ -48,9 +48,9 @@ def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) * GIB
 
 
-def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
+def check_pinned(per_device: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
     """Raise ``UserError`` where this process may not pin `each` bytes for each GPU."""
-    needed = each * len(devices)
+    needed = per_device * len(devices)
     if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
         return
     raise UserError(
@@ -74,7 +74,7 @@ def fraction(environ: Mapping[str, str] = os.environ) -> float:
     if environ.get(_ALLOCATOR, "").lower() == "platform":  # which has no pool
         return 1.0
     name = FRACTION_VARIABLE if environ.get(FRACTION_VARIABLE) else _OLD_VARIABLE
-    text = environ.get(name) or str(JAXS_OWN)
+    text = environ.get(name) or str(JAX_DEFAULT_FRACTION)
     try:
         return float(text)
     except ValueError:

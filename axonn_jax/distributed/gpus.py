@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
     """UUIDs of the GPU's MIG devices; with any, a process can use only one."""
 
 
-def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
+def shares(views: Sequence[View], per_process: int | None = None) -> list[tuple[int, ...]]:
     """Return the indexes of each rank's GPUs among the visible ones: `wanted` GPUs, or an equal share.
 
     Ranks with the same visible GPUs share by rank; a rank with its own GPUs (bound by the launcher) takes all. Empty
@@ -39,35 +39,37 @@ def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, 
             groups.setdefault(frozenset(view), []).append(rank)
     without = groups.pop(frozenset(), [])
     owner: dict[str, list[int]] = {}
-    taken: list[tuple[int, ...]] = [()] * len(views)
+    assigned: list[tuple[int, ...]] = [()] * len(views)
     for gpus, ranks in groups.items():
         if without:
-            raise UserError(f"GPUs seen by {_named(without)}", 0, f"GPUs for all or none; {_named(ranks)} has some")
+            raise UserError(
+                f"GPUs seen by {_ranks_text(without)}", 0, f"GPUs for all or none; {_ranks_text(ranks)} has some"
+            )
         for gpu in gpus:
             if gpu in owner:
                 raise UserError(
-                    f"GPUs seen by {_named(ranks)}", ",".join(sorted(gpus)),
-                    f"the same GPUs as {_named(owner[gpu])}, or none in common; {gpu} is in both",
+                    f"GPUs seen by {_ranks_text(ranks)}", ",".join(sorted(gpus)),
+                    f"the same GPUs as {_ranks_text(owner[gpu])}, or none in common; {gpu} is in both",
                 )  # fmt: skip
             owner[gpu] = ranks
-        each = len(gpus) // len(ranks) if wanted is None else wanted
-        if each * len(ranks) > len(gpus) or each == 0:
+        count = len(gpus) // len(ranks) if per_process is None else per_process
+        if count * len(ranks) > len(gpus) or count == 0:
             raise UserError(
-                f"GPUs seen by {_named(ranks)}", len(gpus),
-                f"at least {max(each, 1) * len(ranks)}, {max(each, 1)} for each of {counted(len(ranks), 'process')}; "
+                f"GPUs seen by {_ranks_text(ranks)}", len(gpus),
+                f"at least {max(count, 1) * len(ranks)}, {max(count, 1)} for each of {counted(len(ranks), 'process')}; "
                 "start fewer processes on a host, or give the grid fewer devices for each",
             )  # fmt: skip
         order = views[ranks[0]] or ()
         for index, rank in enumerate(ranks):
-            own = views[rank] or ()
-            taken[rank] = tuple(own.index(gpu) for gpu in order[index * each : (index + 1) * each])
-    return taken
+            visible_gpus = views[rank] or ()
+            assigned[rank] = tuple(visible_gpus.index(gpu) for gpu in order[index * count : (index + 1) * count])
+    return assigned
 
 
-def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
+def idle(views: Sequence[View], assigned: Sequence[Sequence[int]]) -> str:
     """Return one line if visible GPUs stay unused, else empty."""
     seen = {gpu for view in views for gpu in view or ()}
-    used = sum(map(len, taken))
+    used = sum(map(len, assigned))
     if not 0 < used < len(seen):
         return ""
     return f"warning: {len(seen) - used} of the {len(seen)} GPUs that the processes see stay idle"
@@ -83,21 +85,21 @@ def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = 
         # HIP takes an empty variable for one that is not set.
         hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or None
         return tuple(gpu.name for gpu in _listed(hip, allowed))
-    chosen = _listed(environ.get("CUDA_VISIBLE_DEVICES"), present)
-    parts = [gpu.parts[0] for gpu in chosen if gpu.parts]
-    return tuple(parts[:1] or [gpu.name for gpu in chosen])
+    allowed_gpus = _listed(environ.get("CUDA_VISIBLE_DEVICES"), present)
+    parts = [gpu.parts[0] for gpu in allowed_gpus if gpu.parts]
+    return tuple(parts[:1] or [gpu.name for gpu in allowed_gpus])
 
 
 def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
     if value is None:
         return list(present)
-    chosen = []
+    gpus = []
     for token in (text.strip() for text in value.split(",")):
         gpu = _meant(token, present)
         if gpu is None:
             break
-        chosen.append(gpu)
-    return chosen
+        gpus.append(gpu)
+    return gpus
 
 
 def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
@@ -112,8 +114,8 @@ def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
         for part in gpu.parts:
             if part.startswith(token):
                 return Gpu(gpu.name, (part,))
-    known = any(gpu.name.startswith("GPU-") for gpu in present)
-    return Gpu(token) if present and not known else None
+    has_uuids = any(gpu.name.startswith("GPU-") for gpu in present)
+    return Gpu(token) if present and not has_uuids else None
 
 
 def look(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -167,7 +169,7 @@ def _host() -> str:
     return os.uname().nodename
 
 
-def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]) -> str:
+def take(rank: int, per_process: int | None, gather: Callable[[View], Sequence[View]]) -> str:
     """Give jax this process's GPUs; return a warning if some stay idle. Collective over all ranks.
 
     `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, for unusable GPUs.
@@ -175,21 +177,21 @@ def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]
     import jax
 
     views = gather(own_view())
-    taken = shares(views, wanted)
-    if taken[rank]:
+    assigned = shares(views, per_process)
+    if assigned[rank]:
         for platform in ("cuda", "rocm"):
-            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, taken[rank])))
-    return idle(views, taken)
+            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, assigned[rank])))
+    return idle(views, assigned)
 
 
 def own_view() -> View:
     """Return this process's GPUs; None where jax would not look for GPUs, or the user has chosen them."""
     from axonn_jax import compat
 
-    return look(os.environ) if compat.accelerator_expected() and not chosen_by_user() else None
+    return look(os.environ) if compat.accelerator_expected() and not selected_by_user() else None
 
 
-def chosen_by_user() -> bool:
+def selected_by_user() -> bool:
     """Return True if jax's own variables or settings say which GPUs this process takes."""
     import jax
 
@@ -197,6 +199,6 @@ def chosen_by_user() -> bool:
     return "JAX_LOCAL_DEVICE_IDS" in os.environ or any(jax.config.read(name) != "all" for name in names)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     first = ", ".join(map(str, ranks[:8]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {first}{', ...' if len(ranks) > 8 else ''}"

@@ -56,16 +56,16 @@ class Heartbeat:
     ):
         self._status, self._timeout, self._comm = status, stall_timeout, world
         rank, size, self._per_stage, self._pipe = grid.rank, grid.size, grid.stage_processes, grid.shape.pipe
-        own = (socket.gethostname(), os.getpid())
-        self._hosts: list[tuple[str, int]] = [own] if world is None else world.allgather(own)
-        here = self._hosts[rank][0]
+        local = (socket.gethostname(), os.getpid())
+        self._hosts: list[tuple[str, int]] = [local] if world is None else world.allgather(local)
+        hostname = self._hosts[rank][0]
         self._rank, self._run_name = rank, "pipeline" if self._pipe > 1 else "run"
-        self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == here and peer != rank]
+        self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == hostname and peer != rank]
         self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
         self._sending: dict[int, Any] = {}
         self._record = bytearray(SIZE)
         self._wake_read = self._wake_write = -1
-        self._before: int | None = None
+        self._previous_fd: int | None = None
         """Previous wake-up descriptor of signals; None where none was taken."""
         self._signalled = 0.0
         """Time of a signal still handled by the script, perhaps."""
@@ -91,34 +91,34 @@ class Heartbeat:
         self._closed.set()
         self._wake(0)
         self._thread.join(5)
-        if self._before is None and not self._thread.is_alive():
+        if self._previous_fd is None and not self._thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def peer_failed(self) -> bool:
         """Return True if a peer is known to have gone or is silent; then this process ends, saying which."""
-        failed = self._gossip.peer_failed(time.monotonic()) or bool(self._gone())
+        failed = self._gossip.peer_failed(time.monotonic()) or bool(self._ended_peers())
         if failed:
             self._wake(_PEER_FAILED)
         return failed
 
-    def _wake(self, what: int) -> None:
+    def _wake(self, byte: int) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._wake_write, bytes([what]))
+            os.write(self._wake_write, bytes([byte]))
 
     def _run(self) -> None:
         wake = select.poll()
         wake.register(self._wake_read, select.POLLIN)
-        before = time.monotonic()
+        last_beat = time.monotonic()
         while not self._closed.is_set():
             ready = wake.poll(_BEAT_S * 1e3)
             if self._closed.is_set():
                 return
             now = time.monotonic()
-            if now - before > _PAUSE_S:
+            if now - last_beat > _PAUSE_S:
                 self._resumed = now
                 self._gossip.resumed(now)
-            before = now
+            last_beat = now
             signals = os.read(self._wake_read, 64) if ready else b""
             try:
                 self._beat()
@@ -156,19 +156,19 @@ class Heartbeat:
     def _take_signals(self) -> None:
         if self._comm is not None and threading.current_thread() is threading.main_thread():
             # A handler runs only when the main thread is in Python; the wake-up descriptor is written at once.
-            self._before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            self._previous_fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._terminate)
 
     def _leave_signals(self) -> None:
         """Restore the signal handling, except for handlers set meanwhile."""
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            descriptor = signal.set_wakeup_fd(self._before)
+        if self._previous_fd is not None and threading.current_thread() is threading.main_thread():
+            descriptor = signal.set_wakeup_fd(self._previous_fd)
             if descriptor != self._wake_write:
                 signal.set_wakeup_fd(descriptor)
             if signal.getsignal(signal.SIGTERM) == self._terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._before = None
+            self._previous_fd = None
 
     def _terminate(self, number: int, _: object) -> None:
         """Handle SIGTERM: wake the thread, which names the missing process before it ends this one."""
@@ -177,14 +177,14 @@ class Heartbeat:
     def _take_in(self, signals: bytes) -> None:
         """End this process where a peer has gone or nobody else handles SIGTERM; a handler has its time."""
         numbers = signals.replace(bytes([_PEER_FAILED]), b"")
-        if numbers and self._before not in (None, -1):
+        if numbers and self._previous_fd not in (None, -1):
             with contextlib.suppress(OSError):
-                os.write(self._before, numbers)
+                os.write(self._previous_fd, numbers)
         unhandled = signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) == self._terminate
         if not _ENDING.isdisjoint(signals):
             self._signalled = time.monotonic()
         handling = self._signalled > self._status.since
-        if _PEER_FAILED in signals or unhandled or (handling and self._gone()):
+        if _PEER_FAILED in signals or unhandled or (handling and self._ended_peers()):
             self._terminated()
 
     def _beat(self) -> None:
@@ -196,8 +196,8 @@ class Heartbeat:
             message.Recv(self._record)
             self._gossip.hear(self._record, now)
         status = self._status
-        own = Report(status.phase, status.step, status.finished, status.describe())
-        record = self._gossip.tell(own, now if self._patient() else status.since, now)
+        report = Report(status.phase, status.step, status.finished, status.describe())
+        record = self._gossip.tell(report, now if self._patient() else status.since, now)
         for neighbour in self._gossip.neighbours:
             pending = self._sending.get(neighbour)
             if pending is None or pending.Test():  # one that does not listen gets no second message
@@ -205,7 +205,7 @@ class Heartbeat:
 
     def _terminated(self) -> None:
         """Print the survivors' account of a death: on this host the dead process, elsewhere the silent one."""
-        dead = self._gone()
+        dead = self._ended_peers()
         waited = time.monotonic() - self._status.since
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
         cause = cause or self._silent() or "told to end (SIGTERM)"
@@ -214,7 +214,7 @@ class Heartbeat:
         time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
         _end("", _TERMINATED, self.farewell)
 
-    def _gone(self) -> list[int]:
+    def _ended_peers(self) -> list[int]:
         """Return the ended processes of this host."""
         return [rank for rank in self._same_host if _has_ended(self._hosts[rank][1])]
 

@@ -33,7 +33,7 @@ class HostSync(ABC):
     size: int = 1
 
     @abstractmethod
-    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+    def _all_gather(self, local: np.ndarray) -> np.ndarray:
         """Return every process's array of one shape and dtype, stacked by rank."""
 
     @abstractmethod
@@ -64,15 +64,15 @@ class HostSync(ABC):
 
         `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
         """
-        own = np.array([numbers[pp_rank] for pp_rank in sorted(numbers)], np.float64)
-        return self._all_gather(own).reshape(-1, own.shape[-1]).tolist()  # type: ignore[no-any-return]
+        local = np.array([numbers[pp_rank] for pp_rank in sorted(numbers)], np.float64)
+        return self._all_gather(local).reshape(-1, local.shape[-1]).tolist()  # type: ignore[no-any-return]
 
 
 class LocalSync(HostSync):
     """The one process of a run: nothing is sent."""
 
-    def _all_gather(self, own: np.ndarray) -> np.ndarray:
-        return own[None]
+    def _all_gather(self, local: np.ndarray) -> np.ndarray:
+        return local[None]
 
     def any_before(self, flag: bool) -> bool:
         """Return the flag: there is nobody to wait for."""
@@ -102,22 +102,22 @@ class MpiSync(HostSync):
 
         return self._comm.Dup() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
 
-    def _all_gather(self, own: np.ndarray) -> np.ndarray:
-        everyone = np.empty((self.size, *own.shape), own.dtype)
-        self._wait(self._comm.Iallgather(own, everyone))
+    def _all_gather(self, local: np.ndarray) -> np.ndarray:
+        everyone = np.empty((self.size, *local.shape), local.dtype)
+        self._wait(self._comm.Iallgather(local, everyone))
         return everyone
 
     def any_before(self, flag: bool) -> bool:  # noqa: D102
         from mpi4py import MPI
 
-        before = False
+        previous = False
         if self._pending is not None:
             request, total, _ = self._pending
             self._wait(request)
-            before = bool(total[0])
-        own, total = np.array([flag], np.uint8), np.zeros(1, np.uint8)
-        self._pending = (self._comm.Iallreduce(own, total, MPI.MAX), total, own)  # buffers live until it is done
-        return before
+            previous = bool(total[0])
+        local, total = np.array([flag], np.uint8), np.zeros(1, np.uint8)
+        self._pending = (self._comm.Iallreduce(local, total, MPI.MAX), total, local)  # buffers live until it is done
+        return previous
 
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
         """Give the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
@@ -166,20 +166,20 @@ class JaxSync(HostSync):
         self._largest = jax.jit(lambda flags: flags.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._pending: Any = None
 
-    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+    def _all_gather(self, local: np.ndarray) -> np.ndarray:
         from jax.experimental import multihost_utils
 
         # As bytes: jax would round numbers of 8 bytes.
-        rows = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(own).reshape(-1).view(np.uint8)))
-        return rows.reshape(self.size, -1).view(own.dtype).reshape(self.size, *own.shape)
+        rows = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(local).reshape(-1).view(np.uint8)))
+        return rows.reshape(self.size, -1).view(local.dtype).reshape(self.size, *local.shape)
 
     def any_before(self, flag: bool) -> bool:  # noqa: D102
         import jax
 
-        before = self._pending is not None and bool(self._pending)
-        own = np.full((self._local,), flag, np.int32)
-        self._pending = self._largest(jax.make_array_from_process_local_data(self._split, own))
-        return before
+        previous = self._pending is not None and bool(self._pending)
+        local = np.full((self._local,), flag, np.int32)
+        self._pending = self._largest(jax.make_array_from_process_local_data(self._split, local))
+        return previous
 
 
 def host_sync(grid: Grid) -> HostSync:
@@ -204,16 +204,16 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
         sync: Connection of the processes, all of which must run the part.
         kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
     """
-    error_here, fault = None, ""
+    local_error, fault = None, ""
     try:
         yield
     except kind as error:
-        error_here = error
+        local_error = error
         parts = (error.field, str(error.value), error.accepted) if isinstance(error, UserError) else (str(error),)
         fault = json.dumps(parts)
     for rank, text in enumerate(sync.gather(fault)):
-        if text and rank == sync.rank and error_here is not None:
-            raise error_here  # as it is: a value that is no text is shown as one elsewhere
+        if text and rank == sync.rank and local_error is not None:
+            raise local_error  # as it is: a value that is no text is shown as one elsewhere
         if text and kind is UserError:
             field, value, accepted = json.loads(text)
             raise UserError(f"rank {rank}'s {field}" if rank else field, value, accepted)
@@ -250,7 +250,7 @@ def only_run_in(
             raise refusal(directory, fault)
         lock = Path(directory) / LOCK
         locks = sync.gather(lock.read_text() if in_sight(lock) else "")
-        if away := [rank for rank, content in enumerate(locks) if content != locks[0]]:
-            accepted = f"a directory shared by all processes; rank {away[0]} does not see rank 0's files"
+        if unshared := [rank for rank, content in enumerate(locks) if content != locks[0]]:
+            accepted = f"a directory shared by all processes; rank {unshared[0]} does not see rank 0's files"
             raise refusal(directory, accepted)
         yield

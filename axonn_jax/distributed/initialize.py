@@ -66,11 +66,11 @@ def init(
     Raises:
         UserError: The grid does not fit the devices, or two sources contradict each other.
     """
-    given, explicit = (coordinator, num_processes, process_id), None
+    arguments, explicit = (coordinator, num_processes, process_id), None
     if coordinator is not None and num_processes is not None and process_id is not None:
         explicit = explicit_world(coordinator, num_processes, process_id)
-    elif any(value is not None for value in given):
-        raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
+    elif any(value is not None for value in arguments):
+        raise UserError("init", arguments, "coordinator, num_processes and process_id together, or none of them")
     world, grid = start(GridShape(pipe, data, z, y, x, expert=expert), explicit)
     say(world, describe(world, grid))
     return grid
@@ -90,15 +90,16 @@ def start(shape: GridShape, explicit: World | None = None, settings: str = "") -
     """
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
-    taken = shape.pipe == 1 and jax.distributed.is_initialized()
+    initialized = shape.pipe == 1 and jax.distributed.is_initialized()
     by_mpi = "mpi4py.MPI" in sys.modules  # in use already, by an earlier call say
-    world = detect(os.environ, ask_mpi, explicit, _joined() if taken and not by_mpi else None)
-    if taken and (world.rank, world.size) != (jax.process_index(), jax.process_count()):
+    world = detect(os.environ, ask_mpi, explicit, _initialized_world() if initialized and not by_mpi else None)
+    if initialized and (world.rank, world.size) != (jax.process_index(), jax.process_count()):
         accepted = f"process {jax.process_index()} of {jax.process_count()}, as in the jax.distributed of the script"
         raise UserError("init", f"process {world.rank} of {world.size}, by {world.source}", accepted)
     if compat.accelerator_expected() and not compat.backends_started():
         raise_pinned_limit(-(-world.size // world.hosts))
-        if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # the user's choice may share one
+        # With GPUs that the user assigned, several processes may share a device, so jax's own fraction stays.
+        if compat.gpus_expected() and (world.size == 1 or not gpus.selected_by_user()):
             raise_fraction()
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
@@ -119,7 +120,7 @@ def start(shape: GridShape, explicit: World | None = None, settings: str = "") -
             data = shape.data * world.size // gcd(world.size, shape.devices)
             accepted = f"a product that {world.size} processes divide, such as with grid.data = {data}"
             raise UserError("grid", shape, accepted)
-        if not taken:
+        if not initialized:
             join(world)
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
@@ -135,8 +136,8 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
     do not divide into stages or MPI does not connect all.
     """
     comm = world_comm(world)
-    per_stage, rest = divmod(world.size, shape.pipe)
-    if rest:
+    per_stage, remainder = divmod(world.size, shape.pipe)
+    if remainder:
         accepted = f"a divisor of the {world.size} processes (each holds one stage or part of one)"
         raise UserError("grid.pipe", shape.pipe, accepted)
     if shape.stage_devices % per_stage:
@@ -147,13 +148,13 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
     pp_rank, within = divmod(world.rank, per_stage)
     count = shape.stage_devices // per_stage
     _check_not_started()
-    left = jax.distributed.is_initialized()
-    if left:
+    was_initialized = jax.distributed.is_initialized()
+    if was_initialized:
         say(world, "the script's jax.distributed is shut down: each stage of a pipeline has its own")
         jax.distributed.shutdown()
     say(world, gpus.take(world.rank, count, comm.allgather))
     if per_stage == 1:
-        if left:  # else jax goes on counting the processes of before
+        if was_initialized:  # else jax goes on counting the processes of before
             join(replace(world, rank=0, size=1, hosts=1, coordinator=offer(1)))
         if not compat.accelerator_expected():
             jax.config.update("jax_num_cpu_devices", count)
@@ -207,11 +208,12 @@ def _devices(shape: GridShape, world: World) -> Sequence[object]:
     try:
         devices = jax.devices()
     except (AssertionError, RuntimeError) as error:  # without a word where the platform's plugin is missing
-        unknown, asked = isinstance(error, AssertionError) or "known backends" in str(error), os.environ.get(_PLATFORMS)
-        if world.size > 1 or not asked or not unknown:
+        unknown = isinstance(error, AssertionError) or "known backends" in str(error)
+        requested = os.environ.get(_PLATFORMS)
+        if world.size > 1 or not requested or not unknown:
             raise  # a device may be there when the run is started again
         accepted = "cpu, or another platform that this installation has; `axonn-jax doctor` shows what there is"
-        raise UserError(_PLATFORMS, asked, accepted) from error
+        raise UserError(_PLATFORMS, requested, accepted) from error
     virtual = world.size == 1 and computes_on_cores(jax.default_backend())
     if virtual and len(devices) > shape.devices:
         return devices[: shape.devices]
@@ -232,7 +234,7 @@ def _counted(devices: Sequence[jax.Device]) -> str:
     return terminal.counted(len(devices), f"{devices[0].platform} device")
 
 
-def _joined() -> World:
+def _initialized_world() -> World:
     """The processes joined by `jax.distributed`."""
     hosts = len(set(compat.gather(platform.node(), "hosts")))
     why = f"initialised before, as process {jax.process_index()} of {jax.process_count()}"

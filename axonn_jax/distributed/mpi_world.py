@@ -64,10 +64,10 @@ def _ask_cores(on_host: "MPI.Comm") -> str:
 
     if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:
         return ""
-    own, offered = os.sched_getaffinity(0), set[int]()
+    bound, offered = os.sched_getaffinity(0), set[int]()
     with contextlib.suppress(OSError):
         offered = os.sched_getaffinity(os.getppid())  # the launcher's: a job's share of the host
-    return binding_notice(on_host.allgather(own), offered, on_cpus=not compat.accelerator_expected())
+    return binding_notice(on_host.allgather(bound), offered, on_cpus=not compat.accelerator_expected())
 
 
 def check_same(settings: str) -> None:

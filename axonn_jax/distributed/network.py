@@ -41,7 +41,7 @@ def past_proxy(coordinator: str, environ: MutableMapping[str, str]) -> str:
     exceptions = "no_grpc_proxy" if environ.get("no_grpc_proxy") else "no_proxy"
     listed = environ.get(exceptions) or environ.get("NO_PROXY", "")
     host = coordinator.rpartition(":")[0].strip("[]")
-    if proxy is None or host in (each.strip() for each in listed.split(",")):
+    if proxy is None or host in (entry.strip() for entry in listed.split(",")):
         return ""
     environ[exceptions] = f"{listed},{host}".lstrip(",")
     return f"{proxy} is set; {host}, where processes meet, joins {exceptions} of this run"

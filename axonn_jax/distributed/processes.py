@@ -73,8 +73,8 @@ def detect(
         return joined if explicit is None else replace(explicit, hosts=joined.hosts)
     if explicit is not None:
         return explicit
-    given = [name for name in _JAX if environ.get(name)]
-    if len(given) == len(_JAX):
+    jax_names = [name for name in _JAX if environ.get(name)]
+    if len(jax_names) == len(_JAX):
         rank, size = _place(environ, _JAX[2], _JAX[1])
         return replace(explicit_world(environ[_JAX[0]], size, rank), source="JAX variables")
     missing = [name for name in SLURM_STEP if not environ.get(name)]
@@ -86,9 +86,9 @@ def detect(
         world = _from_slurm(environ)
     if world is not None:
         return replace(world, coordinator=environ.get(_JAX[0]) or world.coordinator)
-    if given:
-        absent = ", ".join(name for name in _JAX if name not in given)
-        raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")
+    if jax_names:
+        absent = ", ".join(name for name in _JAX if name not in jax_names)
+        raise UserError(jax_names[0], environ[jax_names[0]], f"set together with {absent}, or under mpirun or srun")
     if all(environ.get(name) for name in _TORCH) and (number(environ, "WORLD_SIZE") or 1) > 1:
         raise UserError(
             "WORLD_SIZE", environ["WORLD_SIZE"], "no such variable: jax joins no processes of torchrun, accelerate "
@@ -161,17 +161,17 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
     )
 
 
-def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
+def slurm_notice(environ: Mapping[str, str], cores: int, *, on_cpus: bool) -> str:
     """Return one line if an srun task's `own` cores are fewer than sbatch's: srun does not inherit -c.
 
     With SRUN_CPUS_PER_TASK or srun -c, a task gets the requested cores.
     """
-    asked = number(environ, "SLURM_CPUS_PER_TASK") or 0
-    if asked <= own or not environ.get("SLURM_STEP_ID") or not (on_cpus or own < _ENOUGH_CORES):
+    requested = number(environ, "SLURM_CPUS_PER_TASK") or 0
+    if requested <= cores or not environ.get("SLURM_STEP_ID") or not (on_cpus or cores < _ENOUGH_CORES):
         return ""
     return (
-        f"warning: srun gave this task {own} of the {asked} cores of SLURM_CPUS_PER_TASK; `srun -c {asked}`, or "
-        f"SRUN_CPUS_PER_TASK={asked} in its environment, gives it all"
+        f"warning: srun gave this task {cores} of the {requested} cores of SLURM_CPUS_PER_TASK; `srun -c {requested}`, or "
+        f"SRUN_CPUS_PER_TASK={requested} in its environment, gives it all"
     )
 
 

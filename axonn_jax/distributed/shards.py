@@ -10,16 +10,16 @@ _ALIGNMENT = 64  # bytes: jax takes a host buffer aligned so as a CPU device arr
 
 def local_devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:
     """Return this process's devices of a sharding in mesh order, which matches the peer's."""
-    here = sharding.addressable_devices
+    addressable = sharding.addressable_devices
     if isinstance(sharding, jax.sharding.NamedSharding):
-        return [device for device in sharding.mesh.devices.flat if device in here]
-    return sorted(here, key=lambda device: device.id)
+        return [device for device in sharding.mesh.devices.flat if device in addressable]
+    return sorted(addressable, key=lambda device: device.id)
 
 
 def local_shards(value: jax.Array) -> list[jax.Array]:
     """Return this process's shards as one-device arrays, in mesh order; replicated copies too."""
-    held = {shard.device: shard.data for shard in value.addressable_shards}
-    return [held[device] for device in local_devices(value.sharding)]
+    by_device = {shard.device: shard.data for shard in value.addressable_shards}
+    return [by_device[device] for device in local_devices(value.sharding)]
 
 
 def rebuild(form: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax.Array:

@@ -32,7 +32,7 @@ class StopSignals:
     def __init__(self, sync: HostSync, peer_failed: Callable[[], bool]):
         self._sync, self._peer_failed = sync, peer_failed
         self._number, self._at = 0, 0.0
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._closed = threading.Event()
@@ -41,15 +41,15 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # only there can signals be taken
             for number in handled():
-                self._before[number] = signal.signal(number, lambda *_: None)
-            self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+                self._handlers[number] = signal.signal(number, lambda *_: None)
+            self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            signal.set_wakeup_fd(self._fd_before)
-            for number, handler in self._before.items():
+        if self._handlers:
+            signal.set_wakeup_fd(self._previous_fd)
+            for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self._closed.set()
             with contextlib.suppress(OSError):

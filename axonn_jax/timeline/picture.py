@@ -93,16 +93,16 @@ def draw(
     if end <= start:
         raise ValueError(f"no tasks in step {step} to draw")
     spans = [span for span in spans if span.end > start and span.start < end]
-    used = [one.idle for one in usage(spans, ranks)]
+    used = [rank_usage.idle for rank_usage in usage(spans, ranks)]
     lines = _lines(spans, end - start)
     rows = min(max(1.1 / ranks, 0.34 if ranks <= 4 else 0.26), 2.6 / ranks)  # inches a rank
     strip = [max(0.35, min(0.14 * ranks, 0.9))] if len(lines) > 1 else []
     heights = [*strip, *[rows * ranks] * len(lines)]
     figure = new_figure(_WIDTH, sum(heights) + 0.5 * len(heights) + 0.75)
     panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    whole = end - start
-    length = f"{whole:,.3f} s" if whole >= 10 else f"{whole * 1e3:,.{1 if whole >= 0.01 else 3}f} ms"
-    heading = f"{whole:,.3f} s" if simulated else f"step {step}: {length}"
+    length = end - start
+    length_text = f"{length:,.3f} s" if length >= 10 else f"{length * 1e3:,.{1 if length >= 0.01 else 3}f} ms"
+    heading = f"{length:,.3f} s" if simulated else f"step {step}: {length_text}"
     heading += f", idle {sum(used) / ranks:.1%}"
     figure.suptitle(
         f"{title} \N{EM DASH} {heading}" if title else heading, fontsize=10, color=_INK, parse_math=False, wrap=True
@@ -111,7 +111,7 @@ def draw(
         [span for span in spans if span.start - start < line.end and span.end - start > line.start] for line in lines
     ]
     stages = max((span.stage or 0 for part in shown for span in part), default=0) + 1
-    scale = _Scale(start, *((1.0, "s") if whole >= 10 else (1e3, "ms")), ranks, -(-stages // ranks))
+    scale = _Scale(start, *((1.0, "s") if length >= 10 else (1e3, "ms")), ranks, -(-stages // ranks))
     if strip:
         _draw_strip(panels[0], spans, lines, scale, used, strip[0])
     for axes, line, part in zip(panels[len(strip) :], lines, shown, strict=True):
@@ -127,24 +127,24 @@ def draw(
     save_picture(figure, path)
 
 
-def _lines(spans: Sequence[Span], whole: float) -> list[_Line]:
+def _lines(spans: Sequence[Span], length: float) -> list[_Line]:
     """Return the stretches to draw: the whole step, on several lines if need be, or its two ends and its middle."""
-    shortest = max(min(_usual_widths(spans).values(), default=whole), whole * 1e-7)
+    shortest = max(min(_usual_widths(spans).values(), default=length), length * 1e-7)
     most = shortest * _ACROSS / _NARROWEST  # seconds on a line
-    count = -(-whole // most)
+    count = -(-length // most)
     if count <= 1:
-        return [_Line("", 0.0, whole)]
+        return [_Line("", 0.0, length)]
     if count <= _MOST_LINES:
-        count = min(_MOST_LINES, -(-whole * _LEGIBLE // (shortest * _ACROSS)))
-        return [_Line("", whole * at / count, whole * (at + 1) / count) for at in range(int(count))]
+        count = min(_MOST_LINES, -(-length * _LEGIBLE // (shortest * _ACROSS)))
+        return [_Line("", length * at / count, length * (at + 1) / count) for at in range(int(count))]
     # A line has the time until every rank has had a backward, and half as much, where tasks do not get far too narrow.
     start, _ = window(spans)
     first: dict[int, float] = {}
     for span in spans:
         if span.is_task and span.kind != "forward":
-            first[span.rank] = min(first.get(span.rank, whole), span.start - start)
-    across = min(max(shortest * _ACROSS / _LEGIBLE, 1.5 * max(first.values(), default=0.0)), 3 * most, whole / 4)
-    starts = {"fill": 0.0, "steady": (whole - across) / 2, "drain": whole - across}
+            first[span.rank] = min(first.get(span.rank, length), span.start - start)
+    across = min(max(shortest * _ACROSS / _LEGIBLE, 1.5 * max(first.values(), default=0.0)), 3 * most, length / 4)
+    starts = {"fill": 0.0, "steady": (length - across) / 2, "drain": length - across}
     return [_Line(title, start, start + across) for title, start in starts.items()]
 
 
@@ -234,15 +234,15 @@ def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
     if len(tasks) > _MOST_NUMBERS:
         return
     area = axes.get_window_extent()
-    left, right = axes.get_xlim()
-    wide = area.width / (right - left) * scale.per_second * 72 / _DPI  # points a second
-    high = area.height * _TASKS[1] / abs(axes.get_ylim()[0] - axes.get_ylim()[1]) * 72 / _DPI  # points
+    first, last = axes.get_xlim()
+    points_per_second = area.width / (last - first) * scale.per_second * 72 / _DPI  # points a second
+    row_points = area.height * _TASKS[1] / abs(axes.get_ylim()[0] - axes.get_ylim()[1]) * 72 / _DPI  # points
     digits = max((len(str(span.microbatch)) for span in tasks), default=0)
-    usual = {kind: _fit(width * wide, high, digits) for kind, width in _usual_widths(tasks).items()}
+    usual = {kind: _fit(width * points_per_second, row_points, digits) for kind, width in _usual_widths(tasks).items()}
     for span in tasks:
         text = str(span.microbatch)
         most, angle = usual[span.kind]
-        size, angle = _fit((span.end - span.start) * wide, high, len(text), turn=angle == 90)
+        size, angle = _fit((span.end - span.start) * points_per_second, row_points, len(text), turn=angle == 90)
         size = round(2 * min(size, most)) / 2  # of few sizes, which matplotlib remembers
         if size < 3.5:
             continue

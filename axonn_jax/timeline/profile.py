@@ -32,8 +32,8 @@ class Profile:
 
     def __init__(self, steps: range, directory: Path, rank: int, say: Callable[[str], None], *, behind: int = 0):
         self._say, self._running = say, False
-        self._all, self._own = directory / FOLDER, directory / FOLDER / f"rank_{rank}"
-        self._steps = steps if self._own.exists() else range(max(steps.start, behind + 1), steps.stop)
+        self._root, self._folder = directory / FOLDER, directory / FOLDER / f"rank_{rank}"
+        self._steps = steps if self._folder.exists() else range(max(steps.start, behind + 1), steps.stop)
         if steps and not self._steps:
             say(f"log.profile: step {steps[-1]} is done already: nothing is traced")
         self._traced = 0
@@ -45,11 +45,11 @@ class Profile:
         """Begin in front of the first of the steps, once the results `last` of the step before are there."""
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
-            shutil.rmtree(self._own, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls, as of a compilation, would leave operations no room
-            with self._told():
-                jax.profiler.start_trace(self._own, create_perfetto_trace=True, profiler_options=options)
+            with self._failures_reported():
+                jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
     def after(self, step: int, results: Any) -> None:
@@ -61,19 +61,19 @@ class Profile:
 
     def _end(self) -> None:
         self._running = False
-        with self._told():
+        with self._failures_reported():
             jax.profiler.stop_trace()
-            lines = summary(self._own, max(self._traced, 1))
+            lines = summary(self._folder, max(self._traced, 1))
             first = self._steps[0]
             self._say(
-                f"profile of steps {first} to {first + self._traced - 1} in {self._all}: open a {TRACE} "
-                f"at https://ui.perfetto.dev, or all with `pip install xprof` and `xprof {self._all}`"
+                f"profile of steps {first} to {first + self._traced - 1} in {self._root}: open a {TRACE} "
+                f"at https://ui.perfetto.dev, or all with `pip install xprof` and `xprof {self._root}`"
             )
             for line in lines:
                 self._say(line)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _failures_reported(self) -> Iterator[None]:
         """Turn a failure of the profiler into a line: the run goes on without a profile."""
         try:
             yield
@@ -112,7 +112,7 @@ def summary(directory: Path, steps: int) -> list[str]:
     if not ends:
         return ["profile: no operations of XLA are in the trace"]
     window, milliseconds = max(ends) - min(ends), 1e3 * steps
-    share = sum(covered(each) for each in busy.values()) / (len(busy) * window)
+    share = sum(covered(intervals) for intervals in busy.values()) / (len(busy) * window)
     longest = sorted(spent.items(), key=lambda item: -item[1])[:_LONGEST]
     words = [f"{name} {time / milliseconds:.3g}" for (_, name), time in longest]
     number = f"{len(busy)} device{'s' * (len(busy) > 1)}"

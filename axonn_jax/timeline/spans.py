@@ -56,12 +56,12 @@ class Span:
     @property
     def stage(self) -> int | None:
         """Number of the stage in the name, None without one."""
-        return int(found[1]) if (found := _TASK.search(self.name)) else None
+        return int(match[1]) if (match := _TASK.search(self.name)) else None
 
     @property
     def microbatch(self) -> int | None:
         """Number of the microbatch in the name, None without one."""
-        return int(found[2]) if (found := _TASK.search(self.name)) else None
+        return int(match[2]) if (match := _TASK.search(self.name)) else None
 
     @property
     def is_task(self) -> bool:
@@ -90,8 +90,8 @@ class Recorder:
 
     def spans(self, step: int | None = None) -> list[Span]:
         """Return the spans of a step, or of all steps kept, in the order in which they were added."""
-        kept = sorted(self._steps.items()) if step is None else [(step, self._steps.get(step, []))]
-        return [Span(*fields) for _, spans in kept for fields in tuple(spans)]
+        steps = sorted(self._steps.items()) if step is None else [(step, self._steps.get(step, []))]
+        return [Span(*fields) for _, spans in steps for fields in tuple(spans)]
 
 
 def estimate_offset(samples: Sequence[tuple[float, float, float]]) -> float:
@@ -125,16 +125,16 @@ def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
     Collective over `pipe` (None: one process, which has them all): a few messages of 8 bytes with every rank to
     compare clocks, then its spans, about 100 bytes each.
     """
-    own = recorder.spans()
+    local = recorder.spans()
     if pipe is None:
-        return merge([own])
+        return merge([local])
     if pipe.Get_rank() > 0:
         for _ in range(_CLOCK_ROUNDS):
             pipe.recv(source=0)
             pipe.send(time.monotonic(), 0)
-        pipe.send(own, 0)
+        pipe.send(local, 0)
         return []
-    everyone = [own]
+    by_rank = [local]
     for rank in range(1, pipe.Get_size()):
         samples = []
         for _ in range(_CLOCK_ROUNDS):
@@ -143,8 +143,8 @@ def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
             remote = pipe.recv(source=rank)
             samples.append((sent, remote, time.monotonic()))
         spans: list[Span] = pipe.recv(source=rank)
-        everyone.append(shift(spans, -estimate_offset(samples)))
-    return merge(everyone)
+        by_rank.append(shift(spans, -estimate_offset(samples)))
+    return merge(by_rank)
 
 
 def steps_of(spans: Iterable[Span]) -> list[int]:
@@ -208,10 +208,10 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
         parts.setdefault((span.rank, span.kind), []).append((max(span.start, start), min(span.end, end)))
     used = []
     for rank in range(ranks):
-        own = {kind: parts.get((rank, kind), []) for kind in KINDS}
-        busy = covered(part for kind in KINDS if kind != "communication" for part in own[kind])
-        shares = {kind: covered(own[kind]) / length for kind in KINDS}
-        exposed = max(covered(part for kind in KINDS for part in own[kind]) - busy, 0.0)
+        intervals = {kind: parts.get((rank, kind), []) for kind in KINDS}
+        busy = covered(part for kind in KINDS if kind != "communication" for part in intervals[kind])
+        shares = {kind: covered(intervals[kind]) / length for kind in KINDS}
+        exposed = max(covered(part for kind in KINDS for part in intervals[kind]) - busy, 0.0)
         used.append(Usage(rank, 1 - busy / length, shares, exposed / length))
     return used
 

@@ -21,7 +21,7 @@ _EVENT = re.compile(_SLICE + rb"[^\n]*")
 _LONGEST_S = 1e9
 
 
-_WAYS: dict[Kind, tuple[tuple[str, int], ...]] = {
+_MESSAGES: dict[Kind, tuple[tuple[str, int], ...]] = {
     "forward": (("activation", 1),),
     "backward": (("gradient", -1),),
     "input_gradient": (("gradient", -1),),
@@ -39,10 +39,10 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
     steps are left out where there are more spans than `read_trace` reads.
     """
-    left = Counter(span.step for span in spans)
-    while left.total() > _MOST_SPANS and len(left) > 1:
-        del left[min(left)]
-    spans = [span for span in spans if span.step in left]
+    counts = Counter(span.step for span in spans)
+    while counts.total() > _MOST_SPANS and len(counts) > 1:
+        del counts[min(counts)]
+    spans = [span for span in spans if span.step in counts]
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
     # A viewer may look while a run writes: the file is there whole, or as it was.
     replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
@@ -55,9 +55,9 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"stage {rank}"}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
     for rank, thread in sorted({(span.rank, thread) for span, thread in threads}):
-        what = "tasks" if thread < _COMMUNICATION_THREAD else "communication"
+        label = "tasks" if thread < _COMMUNICATION_THREAD else "communication"
         lane = thread % _COMMUNICATION_THREAD
-        name = f"stage {rank} {what}" + (f" {lane + 1}" if lane else "")
+        name = f"stage {rank} {label}" + (f" {lane + 1}" if lane else "")
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
     slices = [(span, _slice(span, thread, origin)) for span, thread in threads]
@@ -90,18 +90,18 @@ def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
 def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Arrows along a microbatch's way: forward to the next stage, the gradient of the input to the one before."""
     at = {
-        (what, span.step, span.stage, span.microbatch): event
+        (message, span.step, span.stage, span.microbatch): event
         for span, event in slices
         if span.stage is not None
-        for what, _ in _WAYS.get(span.kind, ())
+        for message, _ in _MESSAGES.get(span.kind, ())
     }
     number = 0
     ends: tuple[tuple[str, dict[str, Any], float, dict[str, str]], ...]
-    handing = ((span, event, *way) for span, event in slices for way in _WAYS.get(span.kind, ()))
-    for span, event, what, onwards in handing:
+    handing = ((span, event, *message_kind) for span, event in slices for message_kind in _MESSAGES.get(span.kind, ()))
+    for span, event, message, onwards in handing:
         if span.stage is None:
             continue
-        target = at.get((what, span.step, span.stage + onwards, span.microbatch))
+        target = at.get((message, span.step, span.stage + onwards, span.microbatch))
         # An arrow within a stage says nothing, and one back in time means clocks that are off by more than a task.
         if target is None or target["pid"] == event["pid"] or target["ts"] < event["ts"]:
             continue
@@ -109,7 +109,7 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
         ends = (("s", event, event["ts"] + event["dur"] / 2, {}), ("f", target, target["ts"], {"bp": "e"}))
         for phase, end, time, more in ends:
             position = {"pid": end["pid"], "tid": end["tid"], "ts": round(time, 3)}
-            yield {"ph": phase, "id": number, "name": what, "cat": "flow", **position, **more}
+            yield {"ph": phase, "id": number, "name": message, "cat": "flow", **position, **more}
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -147,7 +147,7 @@ def _span(event: Any) -> Span:
         raise ValueError("an event without a task's fields") from None
     if not (type(rank) is int and 0 <= rank < MOST_RANKS):
         raise ValueError(f"a pid that is none of at most {MOST_RANKS:,} stages")
-    known = type(name) is str and type(kind) is str and kind in KINDS
-    if not (known and 0 <= start <= end <= _LONGEST_S and type(step) is int and 0 <= step < 2**31):
+    is_task = type(name) is str and type(kind) is str and kind in KINDS
+    if not (is_task and 0 <= start <= end <= _LONGEST_S and type(step) is int and 0 <= step < 2**31):
         raise ValueError("an event of no task's kind, time or step")
     return Span(rank, name, kind, start, end, step)

@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 def started(
-    asked: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
+    entries: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
 ) -> Trackers:
     """Return a run's trackers, started, and told of the values up to `resumed` that they were not told of.
 
@@ -85,35 +85,37 @@ def started(
         resumed: Step that the run goes on after; 0: a new run, with a new id.
         say: Printer of a line for people.
     """
-    kept, seen, lines = _Facts(secrets.token_hex(4)), dict[str, int](), list[dict[str, Any]]()
+    facts, seen, lines = _Facts(secrets.token_hex(4)), dict[str, int](), list[dict[str, Any]]()
     if resumed:
         try:
-            kept = typed(_Facts, read_json(directory / FACTS, 1 << 20))
+            facts = typed(_Facts, read_json(directory / FACTS, 1 << 20))
         except FileNotFoundError:  # of before there were trackers
             pass
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            say(f"warning: {directory / FACTS} is damaged: {why}; trackers are told of a new run, with id {kept.id}")
+            say(f"warning: {directory / FACTS} is damaged: {why}; trackers are told of a new run, with id {facts.id}")
     for name in (METRICS, SAMPLES) if resumed else ():  # before lines of steps after `resumed` are dropped
         with contextlib.suppress(OSError, ValueError):
             for record in read_records(directory / name)[0]:
                 lines += [record] if name == METRICS and record["step"] <= resumed else []
                 keys = ["samples"] if name == SAMPLES else record
                 seen |= {key: max(record["step"], seen.get(key, 0)) for key in keys}
-    told = {**kept.told}
-    for name in kept.asked:
-        own = {**told.get(name, {})}
-        told[name] = {key: max(own.get(key, 0), seen.get(key, 0)) for key in own | seen}
-    _keep(directory, _Facts(kept.id, told))  # one that does not start is told of all when it does
-    names = [f"{each.field} = {each.value}" for each in asked]
-    told |= {name: seen for name, each in zip(names, asked, strict=True) if isinstance(each.tracker, JsonLines)}
-    given = [each._replace(told=told.get(name, {})) for name, each in zip(names, asked, strict=True)]
-    trackers = Trackers(given, RunFacts(directory, kept.id, config, resumed), say)
+    last_steps = {**facts.told}
+    for name in facts.asked:
+        steps = {**last_steps.get(name, {})}
+        last_steps[name] = {key: max(steps.get(key, 0), seen.get(key, 0)) for key in steps | seen}
+    _write_facts(directory, _Facts(facts.id, last_steps))  # one that does not start is told of all when it does
+    names = [f"{entry.field} = {entry.value}" for entry in entries]
+    last_steps |= {
+        name: seen for name, entry in zip(names, entries, strict=True) if isinstance(entry.tracker, JsonLines)
+    }
+    updated = [entry._replace(last_steps=last_steps.get(name, {})) for name, entry in zip(names, entries, strict=True)]
+    trackers = Trackers(updated, RunFacts(directory, facts.id, config, resumed), say)
     try:
         for line in lines:
             step = line.pop("step")
             trackers.record(step, {key: math.nan if value is None else value for key, value in line.items()})
-        _keep(directory, _Facts(kept.id, told, tuple(names)))
+        _write_facts(directory, _Facts(facts.id, last_steps, tuple(names)))
     except BaseException as error:
         trackers.finish(status_of(error))
         raise
@@ -130,7 +132,7 @@ class _Facts:
     """Trackers that are told of all values from here on."""
 
 
-def _keep(directory: Path, facts: _Facts) -> None:
+def _write_facts(directory: Path, facts: _Facts) -> None:
     try:
         replace_whole(directory / FACTS, (json.dumps(asdict(facts)) + "\n").encode())
     except OSError as error:
@@ -166,6 +168,9 @@ def tracked(
         return Trackers([], RunFacts(Path(directory), ""), say)
     with refused("directory", directory, "a directory that can be written"):
         Path(directory).mkdir(parents=True, exist_ok=True)
-    asked = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
-    asked += [RunTracker("tracker", type(one).__name__, one, once=not isinstance(one, TensorBoard)) for one in trackers]
-    return started(asked, Path(directory), config, resumed, say)
+    entries = [RunTracker("log.dir", str(directory), JsonLines(warn=say), once=False)]
+    entries += [
+        RunTracker("tracker", type(tracker).__name__, tracker, once=not isinstance(tracker, TensorBoard))
+        for tracker in trackers
+    ]
+    return started(entries, Path(directory), config, resumed, say)

@@ -33,7 +33,7 @@ class JsonLines:
 
     def __init__(self, name: str = METRICS, *, warn: Callable[[str], None] = lambda text: None):
         self._name, self._warn = name, warn
-        self.known = frozenset[str]()
+        self.resumed_keys = frozenset[str]()
         """Names of the values that are known of the step resumed."""
         self._trouble, self._waiting, self._lost = "", b"", 0
         """Reason for which lines were not written in time, bytes that wait for room, and lines beyond those."""
@@ -42,30 +42,30 @@ class JsonLines:
         """Open the file, behind the step that the run goes on after."""
         self._path = path = run.directory / self._name
         if run.resumed:
-            self._go_on_after(run.resumed)
+            self._keep_until(run.resumed)
         elif os.path.lexists(path):
             path.rename(free_name(path))
         # Without a buffer of Python's: one that is full forgets what a full disk does not take.
         self._file = path.open("ab", buffering=0)
 
-    def _go_on_after(self, step: int) -> None:
+    def _keep_until(self, step: int) -> None:
         path = self._path
         try:
             records, damage = read_records(path) if os.path.lexists(path) else ([], "")
         except (OSError, ValueError) as error:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
         rewritten = path.with_name(f".{path.name}.part")
-        self.known = frozenset(key for record in records if record["step"] == step for key in record)
-        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        self.resumed_keys = frozenset(key for record in records if record["step"] == step for key in record)
+        retained = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
-        rewritten.write_text("".join(kept), encoding="utf-8")
+        rewritten.write_text("".join(retained), encoding="utf-8")
         if damage:
             aside = free_name(path)
             path.rename(aside)
             self._warn(f"warning: {path} is damaged and kept as {aside.name}; {damage}")
-        elif not kept and self._name == METRICS:
-            what = "has no record" if os.path.lexists(path) else "is missing: there is no record"
-            self._warn(f"note: {path} {what} up to step {step}; the lowest held-out loss counts from here on")
+        elif not retained and self._name == METRICS:
+            problem = "has no record" if os.path.lexists(path) else "is missing: there is no record"
+            self._warn(f"note: {path} {problem} up to step {step}; the lowest held-out loss counts from here on")
         rewritten.replace(path)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -145,10 +145,10 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records but those of whose step and values there are later ones."""
-    later, kept = dict[int, set[str]](), list[dict[str, Any]]()
+    newer_keys, newest = dict[int, set[str]](), list[dict[str, Any]]()
     for record in reversed(records):  # an evaluation's record of a step has other values than the step's
-        names = later.setdefault(record["step"], {"step"})
+        names = newer_keys.setdefault(record["step"], {"step"})
         if not record.keys() <= names:
             names.update(record)
-            kept.append(record)
-    return kept[::-1]
+            newest.append(record)
+    return newest[::-1]

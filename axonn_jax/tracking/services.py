@@ -92,15 +92,15 @@ class MlflowTracker:
         self._client: Any = MlflowClient()
         self._remote = str(self._client.tracking_uri).startswith("http")
         with _impatient():
-            known = self._client.get_experiment_by_name(self._experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
+            existing = self._client.get_experiment_by_name(self._experiment)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment)
         tag = "axonn_jax.run"
-        if found := self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'") if run.resumed else []:
-            self._id = found[0].info.run_id
+        if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'") if run.resumed else []:
+            self._id = runs[0].info.run_id
             self._client.set_terminated(self._id, "RUNNING")
             return
-        made = self._client.create_run(experiment, run_name=run.directory.name, tags={tag: run.id})
-        self._id = made.info.run_id
+        new_run = self._client.create_run(experiment, run_name=run.directory.name, tags={tag: run.id})
+        self._id = new_run.info.run_id
         params = [Param(name, str(value)) for name, value in run.config.items()]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])
@@ -135,10 +135,10 @@ class MlflowTracker:
 @contextmanager
 def _impatient() -> Iterator[None]:
     """Let MLflow give up soon, where the user's variables do not say when; later requests are worth their waits."""
-    own = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
-    os.environ.update(own)
+    defaults = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
+    os.environ.update(defaults)
     try:
         yield
     finally:
-        for name in own:
+        for name in defaults:
             del os.environ[name]

@@ -54,7 +54,7 @@ class RunTracker(NamedTuple):
     once: bool = True
     """True if the tracker is told of no value of a step twice, after a resume not of steps that it has seen before;
     False for one that drops the steps after the one resumed."""
-    told: Mapping[str, int] = MappingProxyType({})
+    last_steps: Mapping[str, int] = MappingProxyType({})
     """Last step that the tracker was told of before, by name of a value."""
 
 
@@ -74,17 +74,17 @@ class Trackers:
         UserError: A tracker does not start.
     """
 
-    def __init__(self, asked: Iterable[RunTracker], run: RunFacts, say: Callable[[str], None]):
-        self._asked, self._say, self._saved, self._resumed = list[RunTracker](), say, run.resumed, run.resumed
-        for each in asked:
+    def __init__(self, entries: Iterable[RunTracker], run: RunFacts, say: Callable[[str], None]):
+        self._entries, self._say, self._saved, self._resumed = list[RunTracker](), say, run.resumed, run.resumed
+        for entry in entries:
             try:
-                each.tracker.start(run)
+                entry.tracker.start(run)
             except _FAILURES as error:
                 self.finish(2)  # a service would show those that have started as running for ever
                 if isinstance(error, UserError):
                     raise
-                raise UserError(each.field, each.value, f"a tracker that starts; {first_line(error)}") from error
-            self._asked.append(each)
+                raise UserError(entry.field, entry.value, f"a tracker that starts; {first_line(error)}") from error
+            self._entries.append(entry)
 
     def log(self, step: int, /, **values: Value) -> None:
         """Record values of a step, by name."""
@@ -98,24 +98,26 @@ class Trackers:
                 raise UserError(name, f"an array of {size} numbers", accepted)
         values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
-        def tell(each: RunTracker) -> None:
-            told = each.told if each.once or step <= self._resumed else {}  # what a file has is not sent again
-            if new := {name: value for name, value in values.items() if step > told.get(name, -1)}:
-                each.tracker.log(step, new)
+        def tell(entry: RunTracker) -> None:
+            # A tracker that rewinds on resume (`once=False`) still holds everything up to the resumed step; later
+            # steps were dropped there and must be sent again.
+            last_steps = entry.last_steps if entry.once or step <= self._resumed else {}
+            if new := {name: value for name, value in values.items() if step > last_steps.get(name, -1)}:
+                entry.tracker.log(step, new)
 
-        self._each(tell)
+        self._for_all(tell)
 
     @typed_arguments
     def saved(self, step: int, path: str | Path) -> None:
         """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
         if integer("step", step, 0) > self._saved:
             self._saved = step
-            self._each(lambda each: getattr(each.tracker, "saved", lambda step, path: None)(step, Path(path)))
+            self._for_all(lambda entry: getattr(entry.tracker, "saved", lambda step, path: None)(step, Path(path)))
 
     def finish(self, status: int = 0) -> None:
         """End the run; a second call does nothing."""
-        self._each(lambda each: each.tracker.finish(status))
-        self._asked = []
+        self._for_all(lambda entry: entry.tracker.finish(status))
+        self._entries = []
 
     def __enter__(self) -> Self:
         return self
@@ -123,19 +125,19 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.finish(0 if error is None else status_of(error))
 
-    def _each(self, call: Callable[[RunTracker], None]) -> None:
-        for each in [*self._asked]:
+    def _for_all(self, call: Callable[[RunTracker], None]) -> None:
+        for entry in [*self._entries]:
             try:
-                call(each)
+                call(entry)
             except _FAILURES as error:
-                self._asked.remove(each)
-                self._say(f"warning: {each.field} = {each.value!r}: {first_line(error)}; nothing more is sent there")
+                self._entries.remove(entry)
+                self._say(f"warning: {entry.field} = {entry.value!r}: {first_line(error)}; nothing more is sent there")
 
 
 _NAME_OF_CLASS = "the name of a class with start, log and finish, as package.module:Class"
 
 
-def own_tracker(name: str) -> Tracker:
+def custom_tracker(name: str) -> Tracker:
     """Make the tracker of a class named as `package.module:Class`; raise ``UserError`` where that fails."""
     maker = tracker_class(name)
     try:
@@ -157,11 +159,11 @@ def tracker_class(name: str) -> Callable[[], Tracker]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        named: Any = getattr(importlib.import_module(module), path)
+        cls: Any = getattr(importlib.import_module(module), path)
     except _FAILURES as error:
         raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
-    if not isinstance(named, type):
+    if not isinstance(cls, type):
         raise UserError("log.tracker", name, f"{accepted}; it is no class")
-    if missing := [each for each in ("start", "log", "finish") if not callable(getattr(named, each, None))]:
+    if missing := [method for method in ("start", "log", "finish") if not callable(getattr(cls, method, None))]:
         raise UserError("log.tracker", name, f"{accepted}; it has no {missing[0]}")
-    return named
+    return cls

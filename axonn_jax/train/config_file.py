@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, named_elsewhere, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, foreign_name_hint, local_path, nearest
 from axonn_jax.options import not_none, typed
 from axonn_jax.train.config import Config
 
@@ -42,7 +42,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
     switches = [name for name, kind in kinds.items() if kind is bool]
     lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
     inline = {name: get_args(kind)[1] for name, kind in kinds.items() if get_origin(kind) is Mapping}
-    rest: list[str] = []
+    positional: list[str] = []
     flags: list[tuple[str, object]] = []
     words = list(reversed(argv))
     while words:
@@ -50,7 +50,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         if not word.startswith("--"):
             if word.startswith("-"):
                 raise UserError("flag", word, f"flags start with two dashes, as in --{word.lstrip('-')}")
-            rest.append(word)
+            positional.append(word)
             continue
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
@@ -66,7 +66,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         elif name in switches:
             value = True
         flags.append((name, value))
-    return rest, flags
+    return positional, flags
 
 
 def _inline(name: str, text: str, kind: type) -> dict[str, object]:
@@ -134,7 +134,7 @@ def loads(
     for dotted, value in (*_entries(raw), *flags):
         if dotted in GONE and GONE[dotted] == value:
             continue
-        table, key = _known(dotted, value)
+        table, key = _split_key(dotted, value)
         checked[table][key] = typed(tables()[table][key], value, dotted)
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
         checked["log"]["dir"] = folder.replace("{name}", name)
@@ -144,23 +144,23 @@ def loads(
 def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
     for table, content in raw.items():
         if isinstance(content, dict):
-            _known_table(table, content)
+            _check_table(table, content)
             yield from ((f"{table}.{key}", value) for key, value in content.items())
         elif table in tables():
             raise UserError(table, content, f"a table, [{table}] on a line of its own and its keys below")
         else:
-            home = [f"{known}.{table}" for known, keys in tables().items() if table in keys]
+            home = [f"{name}.{table}" for name, keys in tables().items() if table in keys]
             hint = f"; did you mean {' or '.join(home)}?" if home else ""
             raise UserError(table, content, f"not inside a table; the tables are {_listed(tables())}{hint}")
 
 
-def _known_table(table: str, value: object) -> None:
+def _check_table(table: str, value: object) -> None:
     if table in tables():
         return
     raise UserError(table, value, f"not a known table{nearest(table, tables())}; the tables are {_listed(tables())}")
 
 
-def _known(dotted: str, value: object) -> tuple[str, str]:
+def _split_key(dotted: str, value: object) -> tuple[str, str]:
     table, _, key = dotted.partition(".")
     if not key:
         everywhere = _keys_of_all()
@@ -175,7 +175,7 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
         )
     keys = tables()[table]
     if key not in keys:
-        hint = named_elsewhere(key, [*keys, *_keys_of_all()]) or nearest(key, keys)
+        hint = foreign_name_hint(key, [*keys, *_keys_of_all()]) or nearest(key, keys)
         hint = hint or f"; the keys of [{table}] are {_listed(keys)}"
         raise UserError(dotted, value, f"not a known key{hint}")
     return table, key
@@ -214,7 +214,7 @@ def _literal(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_literal(key)} = {_literal(own)}' for key, own in value.items())}}}"
+        return f"{{{', '.join(f'{_literal(key)} = {_literal(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):

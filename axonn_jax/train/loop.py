@@ -46,8 +46,8 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
-        held_out = ((c.name, self._loader(path=c.manifest, split="valid", shuffle=False)) for c in data.evaluated)
-        self.held_out = {name: loader.first(config.train.eval_batches) for name, loader in held_out}  # one at a time
+        loaders = ((c.name, self._loader(path=c.manifest, split="valid", shuffle=False)) for c in data.evaluated)
+        self.eval_batches = {name: loader.first(config.train.eval_batches) for name, loader in loaders}  # one at a time
         self.tokens, self.rate = config.train.global_batch * shape.seq_len, learning_rate(config.train)
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
@@ -76,8 +76,8 @@ class Run:
         config, run = self.config, RunFacts(self.directory, "", resumed=self.start)
         if self.first:
             keep_settings(config, self.directory)
-            asked = trackers_of(config.log, self.lines)
-            self.trackers = started(asked, self.directory, settings_by_name(config), self.start, self.say)
+            active = trackers_of(config.log, self.lines)
+            self.trackers = started(active, self.directory, settings_by_name(config), self.start, self.say)
         ending.enter_context(self.trackers)
         if self.engine.heartbeat is not None:
             self.engine.heartbeat.farewell = self.trackers.finish
@@ -111,16 +111,16 @@ class Run:
             for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
-            if self.start == 0 and self.config.checkpoint.weights and self.held_out:
+            if self.start == 0 and self.config.checkpoint.weights and self.eval_batches:
                 self._evaluate(0)  # what training makes better
-            before = waiting = cast(StepMetrics | None, None)
+            previous = waiting = cast(StepMetrics | None, None)
             fault = self.train_data.ahead(min(2, steps - self.start))
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 if waiting is not None and self.pruning.due(step):  # a look waits, and is no time of either step
                     mark, waiting = self._report(step - 1, waiting, mark), None
-                self.profile.before(step, before)
+                self.profile.before(step, previous)
                 metrics = self.trainer.step(next(self.train_data))
                 self.profile.after(step, metrics)
                 mark += self.pruning.took()
@@ -130,30 +130,30 @@ class Run:
                 loss, ended = metrics["loss"], waiting is None
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
-                if before is not None and self._broken(before):  # of the same step on all processes
-                    return self._given_up(step - 1)
-                before = waiting = metrics
+                if previous is not None and self._broken(previous):  # of the same step on all processes
+                    return self._abort(step - 1)
+                previous = waiting = metrics
                 # A pipeline's step ends on the host, and an offloaded one before it returns: nothing to wait for.
                 if isinstance(loss, np.generic) or (ended and loss.is_ready()):
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 stopping = stop.requested(fault) and step < steps
-                evaluates = self.held_out and (step == steps or (every > 0 and step % every == 0 and not stopping))
+                evaluates = self.eval_batches and (step == steps or (every > 0 and step % every == 0 and not stopping))
                 samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
                 saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
                 if waiting is not None and (evaluates or saves or samples):  # a checkpoint's steps all have their lines
                     mark = self._report(step, waiting, mark)
                     waiting = None
-                held_out_loss = math.inf
+                eval_loss = math.inf
                 if evaluates:
-                    held_out_loss = self._evaluate(step)
-                    saves = saves or self.checkpoints.best_at(held_out_loss)
+                    eval_loss = self._evaluate(step)
+                    saves = saves or self.checkpoints.best_at(eval_loss)
                     enough = self._enough and step < steps
                     mark = time.monotonic()
                 if saves or enough:
                     self.checkpoints.settle()
                     self._tell_saved()  # before a newer one takes its place
-                    self.checkpoints.save(step, self.train_data.position, held_out_loss)
+                    self.checkpoints.save(step, self.train_data.position, eval_loss)
                 if samples is not None:
                     self._sample(samples, step)
                     mark = time.monotonic()
@@ -165,7 +165,7 @@ class Run:
         self._tell_saved()
         done = [f"trained {step} {f'of {steps} ' if enough else ''}steps in {duration(time.monotonic() - start)}"]
         epochs = self.data.epochs(self.train_data.position, self.shape.seq_len)
-        done += [f"{own:.3g} epochs of {name}" for name, own in epochs.items()]
+        done += [f"{count:.3g} epochs of {name}" for name, count in epochs.items()]
         saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(step)}"
         if enough:
             self.say(f"ended early: no held-out loss was below that of step {self.best.step}, {self.best.loss:.4f}")
@@ -187,8 +187,8 @@ class Run:
     def _make_up(self) -> None:
         """Evaluate, and write samples, where the run was stopped before it did so in its last step."""
         every, step, texts = self.config.train.eval_every, self.start, self.samples.log if self.samples else None
-        known = [bool(log and key in log.known) for log, key in ((self.lines, "eval_loss"), (texts, "text"))]
-        evaluated, sampled = (bool(self.sync.gather_number(value)[0]) for value in known)
+        recorded = [bool(log and key in log.resumed_keys) for log, key in ((self.lines, "eval_loss"), (texts, "text"))]
+        evaluated, sampled = (bool(self.sync.gather_number(value)[0]) for value in recorded)
         if every > 0 and step % every == 0 and not evaluated:
             self.checkpoints.recall({step: self._evaluate(step)})
         if self.samples and self.samples.due(step) and not sampled:
@@ -204,7 +204,7 @@ class Run:
         try:
             pictures = self.engine.write_timeline(self.directory)
             if self.first:
-                drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.held_out else None), *pictures]
+                drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.eval_batches else None), *pictures]
                 shown: dict[str, Any] = {f"pictures/{path.stem}": path for path in drawn if path.suffix == ".png"}
                 self.trackers.record(step, shown)
         except (OSError, ValueError) as error:
@@ -228,20 +228,20 @@ class Run:
         self._tell_saved()
         faults = [text for text in self.sync.gather(fault) if text]
         why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
-        left = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
-        self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {left}")
+        outcome = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
+        self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {outcome}")
         self._pictures(step)  # behind the line, since who waits for the end wants to know first what is saved
         return 1 if error else 2 if faults else 128 + number
 
-    def _given_up(self, step: int) -> int:
+    def _abort(self, step: int) -> int:
         """End a run whose steps change nothing any more, without a checkpoint."""
         self.checkpoints.settle()
         finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
         state = "the weights are finite: check the data and train.lr" if finite else "the weights are not finite either"
-        before = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
+        fallback = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
         self.say(
             f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
-            f"{state}; {before}"
+            f"{state}; {fallback}"
         )
         return 1
 
@@ -274,7 +274,7 @@ class Run:
                 "skipped": skipped,
                 **{key: float(value) for key, value in metrics.items() if key not in ("loss", "grad_norm", "skipped")},
                 **usage(self.engine.grid, self.flops, step_s),
-                **{f"epochs/{name}": own for name, own in self.data.epochs(position, self.shape.seq_len).items()},
+                **{f"epochs/{name}": count for name, count in self.data.epochs(position, self.shape.seq_len).items()},
             }
             self.trackers.record(step, record)
         if step == self.pruning.pruned_at + 1:
@@ -284,17 +284,17 @@ class Run:
 
     def _evaluate(self, step: int) -> float:
         """Evaluate, record and print; return the loss."""
-        losses = {name: self.trainer.evaluate(batches) for name, batches in self.held_out.items()}
+        losses = {name: self.trainer.evaluate(batches) for name, batches in self.eval_batches.items()}
         loss, entropy = self.data.mean(losses), self.data.unigram_entropy
-        named = losses if len(self.data.all) > 1 else {}
-        each = {f"eval_loss/{name}": own for name, own in named.items()}
-        self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **each)
-        shown = "".join(f", {name} {own:.4f}" for name, own in named.items())
+        by_corpus = losses if len(self.data.all) > 1 else {}
+        corpus_losses = {f"eval_loss/{name}": value for name, value in by_corpus.items()}
+        self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **corpus_losses)
+        shown = "".join(f", {name} {value:.4f}" for name, value in by_corpus.items())
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f}){shown}")
         self.best.seen(step, loss)
         return loss
 
     def _loader(self, **options: Any) -> Loader:
         batch, seed = self.config.train.global_batch, self.config.data.seed
-        given = {"seq_len": self.shape.seq_len, "global_batch": batch, "rows": self.rows, "seed": seed, **options}
-        return Loader(**given, verify=False)  # `train` has done it
+        arguments = {"seq_len": self.shape.seq_len, "global_batch": batch, "rows": self.rows, "seed": seed, **options}
+        return Loader(**arguments, verify=False)  # `train` has done it

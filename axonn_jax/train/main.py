@@ -160,8 +160,8 @@ def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
 
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
     """Return a function that makes the model of a checked config, with these options of a `Transformer`."""
-    given = {"attention": config.model.attention, "moe": config.moe, **options}
-    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(key_of(config.train.seed)), **given)
+    arguments = {"attention": config.model.attention, "moe": config.moe, **options}
+    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(key_of(config.train.seed)), **arguments)
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: bool = False) -> AttentionForm:
@@ -181,12 +181,12 @@ def verify_data(path: str, sync: HostSync) -> None:
     """
     status = (Path(path) / MANIFEST).stat()
     # A shared file is the same one everywhere; copies of it are not, also where they were made alike.
-    which = f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
+    file_id = f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
     content = checksum(Path(path) / MANIFEST)
-    everyone = [text.rpartition(" ") for text in sync.gather(f"{which} {content}")]
-    for rank, (_, _, content_there) in enumerate(everyone):
-        if content_there != everyone[0][2]:
+    everyone = [text.rpartition(" ") for text in sync.gather(f"{file_id} {content}")]
+    for rank, (_, _, peer_content) in enumerate(everyone):
+        if peer_content != everyone[0][2]:
             raise UserError("data.path", path, f"the same data on every process; ranks 0 and {rank} differ")
-    sharing = [rank for rank, (file, _, _) in enumerate(everyone) if file == which]
+    sharing = [rank for rank, (file, _, _) in enumerate(everyone) if file == file_id]
     with together(sync):
         Manifest.load(path).verify(share=(sharing.index(sync.rank), len(sharing)))

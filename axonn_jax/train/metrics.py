@@ -29,7 +29,7 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.tracking.files import TensorBoard
 from axonn_jax.tracking.records import SAMPLES, JsonLines, read_metrics
 from axonn_jax.tracking.services import MlflowTracker, WandbTracker
-from axonn_jax.tracking.tracker import RunFacts, RunTracker, own_tracker
+from axonn_jax.tracking.tracker import RunFacts, RunTracker, custom_tracker
 from axonn_jax.train.config import Config, LogConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import samples_of
@@ -60,12 +60,12 @@ def keep_settings(config: Config, directory: Path) -> None:
 
 def trackers_of(log: LogConfig, lines: JsonLines) -> list[RunTracker]:
     """Return the trackers that [log] asks for; a tracker is a line here."""
-    asked = [RunTracker("log.dir", log.dir, lines, once=False)]
-    asked += [RunTracker("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
-    asked += [RunTracker("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
-    asked += [RunTracker("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
-    asked += [RunTracker("log.tracker", log.tracker, own_tracker(log.tracker))] if log.tracker else []
-    return asked
+    trackers = [RunTracker("log.dir", log.dir, lines, once=False)]
+    trackers += [RunTracker("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
+    trackers += [RunTracker("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
+    trackers += [RunTracker("log.mlflow", log.mlflow, MlflowTracker(log.mlflow))] if log.mlflow else []
+    trackers += [RunTracker("log.tracker", log.tracker, custom_tracker(log.tracker))] if log.tracker else []
+    return trackers
 
 
 class Best:
@@ -95,8 +95,8 @@ def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, f
     records = [] if directory is None else read_metrics(directory)
     complete = {step_of(path) for path in all_steps(directory / FOLDER)} if directory else set()
     losses = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    known = [(step, loss if _drawable(loss) else math.nan, step in complete) for step, loss in losses]
-    return [(step, loss, there) for step, loss, there in json.loads(sync.gather(json.dumps(known))[0])]
+    drawable = [(step, loss if _drawable(loss) else math.nan, step in complete) for step, loss in losses]
+    return [(step, loss, saved) for step, loss, saved in json.loads(sync.gather(json.dumps(drawable))[0])]
 
 
 def usage(grid: Grid, flops: float, step_s: float) -> dict[str, float]:
@@ -180,18 +180,18 @@ class Samples:
         if self._generator is not None:
             self._generator.update(model)
             return self._generator
-        made, fault = None, ""
+        generator, fault = None, ""
         try:
-            made = self._made(model)
+            generator = self._generator_for(model)
         except UserError as error:
             fault = str(error)
         if faults := [text for text in self._sync.gather(fault) if text]:
             self._say(f"warning: no samples of step {step}: {faults[0]}")
             return None
-        self._generator = made
-        return made
+        self._generator = generator
+        return generator
 
-    def _made(self, model: Transformer) -> Generator:
+    def _generator_for(self, model: Transformer) -> Generator:
         grid = grid_of_run(self._shape, self._grid)
         replicas = grid.shape.batch_shards
         return Generator(
@@ -208,16 +208,16 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     """Draw loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
     records = read_metrics(directory)
     train = [(r["step"], r["loss"]) for r in records if _drawable(r.get("loss"))]
-    held_out = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
+    evaluations = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
         axes.plot(steps, _running_mean(losses), color="tab:blue", linewidth=1.8, label="running mean")
-    if held_out:
-        label = f"held-out loss, {held_out[-1][1]:.3f} at last"  # in the legend no number is written over another
-        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label=label)
+    if evaluations:
+        label = f"held-out loss, {evaluations[-1][1]:.3f} at last"  # in the legend no number is written over another
+        axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:orange", markersize=4, label=label)
     if unigram_entropy is not None:
         label = f"unigram entropy of the held-out text, {unigram_entropy:.3f}"
         axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label=label)

@@ -32,33 +32,33 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     computed on the host, without waiting for devices.
     """
     warmup = min(config.warmup, config.steps)
-    rest = max(config.steps - warmup, 1)
+    span = max(config.steps - warmup, 1)
     end = config.lr * config.min_lr_ratio
 
     def rate(step: Any) -> Any:
         numbers: Any = jnp if isinstance(step, jax.Array) else np
         at = numbers.asarray(step, numbers.float32)
-        left = 1 - numbers.clip((at - warmup) / rest, 0, 1)
+        remaining = 1 - numbers.clip((at - warmup) / span, 0, 1)
         if config.schedule == "cosine":
-            after = end + (config.lr - end) * (1 - numbers.cos(numbers.pi * left)) / 2
+            decayed_rate = end + (config.lr - end) * (1 - numbers.cos(numbers.pi * remaining)) / 2
         elif config.schedule == "linear":
-            after = end + (config.lr - end) * left
+            decayed_rate = end + (config.lr - end) * remaining
         elif config.schedule == "wsd":
-            falling = max(round(config.decay_share * config.steps), 1)
-            after = end + (config.lr - end) * numbers.clip((config.steps - at) / falling, 0, 1)
+            decay_steps = max(round(config.decay_share * config.steps), 1)
+            decayed_rate = end + (config.lr - end) * numbers.clip((config.steps - at) / decay_steps, 0, 1)
         elif config.schedule == "inverse_sqrt":
-            after = config.lr * (max(warmup, 1) / numbers.maximum(at, max(warmup, 1))) ** 0.5
+            decayed_rate = config.lr * (max(warmup, 1) / numbers.maximum(at, max(warmup, 1))) ** 0.5
         else:
-            after = numbers.full_like(at, config.lr)
+            decayed_rate = numbers.full_like(at, config.lr)
         if warmup == 0:
-            return after
+            return decayed_rate
         # Step 0 of a warm-up would have rate 0 and change nothing, so the ramp starts one notch up.
-        return numbers.where(at < warmup, config.lr * (at + 1) / warmup, after)
+        return numbers.where(at < warmup, config.lr * (at + 1) / warmup, decayed_rate)
 
     return rate
 
 
-def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
+def changed_rate(config: TrainConfig, previous: Any, updates: int) -> str:
     """Return a note on a resumed run's learning rate, if the config has changed the rate.
 
     Args:
@@ -70,15 +70,17 @@ def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
         A part of a line with the last update's rate and the next one's, or nothing.
     """
     try:
-        table = parse_toml(before)["train"]
-        had = {key: table[key] for key in _OF_RATE if type(table[key]) is type(getattr(config, key))}
-        old = learning_rate(replace(config, **had))
-        last, following = (float(old(update)) for update in (max(updates - 1, 0), updates))
+        table = parse_toml(previous)["train"]
+        previous_values = {key: table[key] for key in _OF_RATE if type(table[key]) is type(getattr(config, key))}
+        previous_rate = learning_rate(replace(config, **previous_values))
+        previous_lr, planned_lr = (float(previous_rate(update)) for update in (max(updates - 1, 0), updates))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):  # of another version, or a stranger's
         return ""
-    changes = [f"train.{key} was {value}" for key, value in had.items() if value != getattr(config, key)]
-    now = float(learning_rate(config)(updates))
-    return "" if now == following else f"; learning rate {last:.3g}, now {now:.3g}, as {', '.join(changes)}"
+    changes = [f"train.{key} was {value}" for key, value in previous_values.items() if value != getattr(config, key)]
+    new_lr = float(learning_rate(config)(updates))
+    return (
+        "" if new_lr == planned_lr else f"; learning rate {previous_lr:.3g}, now {new_lr:.3g}, as {', '.join(changes)}"
+    )
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
@@ -110,10 +112,12 @@ def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
 
     # Not `optax.contrib.muon`: its other optimizer has Nesterov's momentum, and decays norms and biases whatever a mask
     # says. Links and labels are in its order, so that a checkpoint has the same names.
-    like_adamw = optax.stateless_with_tree_map(lambda update, _: 0.2 * max(update.shape) ** 0.5 * update)
+    match_adamw_rms = optax.stateless_with_tree_map(lambda update, _: 0.2 * max(update.shape) ** 0.5 * update)
     rows_and_columns = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers())
     whitened = optax.contrib.scale_by_muon(beta=c.beta1, eps=c.eps, weight_dimension_numbers=rows_and_columns)
-    muon = optax.chain(whitened, like_adamw, optax.add_decayed_weights(**_decay(c)), optax.scale_by_learning_rate(rate))
+    muon = optax.chain(
+        whitened, match_adamw_rms, optax.add_decayed_weights(**_decay(c)), optax.scale_by_learning_rate(rate)
+    )
     return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](rate, c)}, labels)
 
 
@@ -193,8 +197,8 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
     ) -> tuple[Any, Averaged]:
         updates, inner = tx.update(grads, state.state, params, **extra)
         updates = {**updates, **biases} if biases else updates  # updates of routers' biases, of `experts.load`
-        after = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, after)
+        new_params = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, new_params)
         return updates, Averaged(average, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -123,12 +123,12 @@ class Checkpoints:
         if where == "never":
             return None
         if where != "auto":
-            named = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
+            checkpoint = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
             try:
-                self._load(named)
+                self._load(checkpoint)
             except CorruptCheckpoint as fault:
                 raise UserError("checkpoint.resume", where, f"a valid checkpoint; {fault}") from None
-            return named
+            return checkpoint
         below, unread = None, ""
         while (checkpoint := newest(self.directory, self._sync, self._say, below=below)) is not None:
             try:
@@ -213,10 +213,12 @@ class Checkpoints:
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
         if now["data"] != then["data"]:
-            given = self._config.data
-            mixed = " and the mix" if given.mix else ""
+            data_config = self._config.data
+            mixed = " and the mix" if data_config.mix else ""
             trained = f"the data{mixed} that {path} was trained on, {_OTHERWISE}"
-            raise UserError("data.mix" if given.mix else "data.path", given.mix or given.path, trained)
+            raise UserError(
+                "data.mix" if data_config.mix else "data.path", data_config.mix or data_config.path, trained
+            )
 
     def _facts(self, position: int) -> Mapping[str, Any]:
         config = self._config

@@ -30,7 +30,7 @@ class Chosen:
     """True if the model may have experts."""
 
 
-class Beside(NamedTuple):
+class Condition(NamedTuple):
     """A choice that others must go with."""
 
     words: str
@@ -43,37 +43,37 @@ class Rule(NamedTuple):
     key: str
     """The setting's table and name."""
     accepted: tuple[Any, ...]
-    beside: Beside
+    beside: Condition
     why: str = ""
     """Reason, or the way to have it, with the mark before it."""
 
     def __str__(self) -> str:
         return f"{' or '.join(map(str, self.accepted))} {self.beside.words}{self.why}"
 
-    def check(self, chosen: Chosen) -> None:
+    def check(self, settings: Chosen) -> None:
         """Raise ``UserError`` if the settings break this rule."""
-        value = attrgetter(self.key)(chosen)
-        if self.beside.holds(chosen) and value not in self.accepted:
+        value = attrgetter(self.key)(settings)
+        if self.beside.holds(settings) and value not in self.accepted:
             raise UserError(self.key, value, str(self))
 
 
-PIPE = Beside("where grid.pipe is above 1", lambda chosen: chosen.grid.pipe > 1)
-OFFLOAD = Beside("where memory.offload is optimizer", lambda chosen: chosen.memory.offload != "none")
-NO_OFFLOAD = Beside("where memory.offload is none", lambda chosen: chosen.memory.offload == "none")
-PRUNED = Beside("where weights are pruned", lambda chosen: chosen.prune.prunes)
-LOSS = Beside("with loss=", lambda chosen: chosen.loss)
-DENSE = Beside("in a model without model.experts", lambda chosen: not chosen.experts)
-ADAPTED = Beside("with adapters", lambda chosen: chosen.lora.adapts)
-ONCE = Beside("where train.eval_every is 0", lambda chosen: not chosen.train.eval_every)
+PIPE = Condition("where grid.pipe is above 1", lambda settings: settings.grid.pipe > 1)
+OFFLOAD = Condition("where memory.offload is optimizer", lambda settings: settings.memory.offload != "none")
+NO_OFFLOAD = Condition("where memory.offload is none", lambda settings: settings.memory.offload == "none")
+PRUNED = Condition("where weights are pruned", lambda settings: settings.prune.prunes)
+LOSS = Condition("with loss=", lambda settings: settings.loss)
+DENSE = Condition("in a model without model.experts", lambda settings: not settings.experts)
+ADAPTED = Condition("with adapters", lambda settings: settings.lora.adapts)
+ONCE = Condition("where train.eval_every is 0", lambda settings: not settings.train.eval_every)
 _HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
 """Settings of memory and tensor that count for any Flax model; the others are of the package's own layers."""
 
 
-def _defaults(table: str, settings: type, beside: Beside, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
+def _defaults(table: str, table_type: type, beside: Condition, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
     """Yield the rules by which settings keep their defaults beside a choice."""
-    for each in fields(settings):
-        if each.name not in _HONOURED:
-            yield Rule(f"{table}.{each.name}", (each.default,), beside, why.get(each.name, ""))
+    for option in fields(table_type):
+        if option.name not in _HONOURED:
+            yield Rule(f"{table}.{option.name}", (option.default,), beside, why.get(option.name, ""))
 
 
 RULES = (
@@ -109,9 +109,9 @@ RULES = (
 )  # fmt: skip
 
 
-def check_rules(chosen: Chosen) -> None:
+def check_rules(settings: Chosen) -> None:
     """Raise ``UserError`` where a setting is refused beside another one."""
-    chosen.prune.check()
-    chosen.memory.resident_bytes  # noqa: B018  raises for a text that is no amount
+    settings.prune.check()
+    settings.memory.resident_bytes  # noqa: B018  raises for a text that is no amount
     for rule in RULES:
-        rule.check(chosen)
+        rule.check(settings)

@@ -49,13 +49,15 @@ def save_as(
     sync, run = host_sync(engine.grid), directory.parent if directory.name == FOLDER else directory
     failed = f"the checkpoint of step {step} was not saved in {directory}:"
     with together(sync):  # a state that one process cannot save must not keep the others waiting
-        state_here = _json_of(iterator)
-    states = [json.loads(text) for text in sync.gather(state_here)]
+        local_state = _json_of(iterator)
+    states = [json.loads(text) for text in sync.gather(local_state)]
     if any(state is not None for state in states):
         facts = {**facts, _ITERATORS: states}
     with only_run_in(str(run), sync, say, lambda _, accepted: OSError(f"{failed} it takes {accepted}")):
         saver = Saver(directory, engine.grid, sync, keep=keep or _ALL, sizes=engine.state_shapes())
-        choice = {_ROWS: chosen.facts} if (chosen := _row_choice(engine)) is not None and chosen.facts else {}
+        choice = (
+            {_ROWS: row_choice.facts} if (row_choice := _row_choice(engine)) is not None and row_choice.facts else {}
+        )
         begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **choice, **facts})
         with engine.saving():
             error = saver.settle()
@@ -118,7 +120,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
         resolve_name(reader)(engine, path, sync, "checkpoint")
         return None
-    checkpoint = named_checkpoint(path, sync, _said_once(sync), "checkpoint")
+    checkpoint = named_checkpoint(path, sync, _say_on_first(sync), "checkpoint")
     take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     if not weights_only:
         _take_row_choice(engine, checkpoint)
@@ -128,7 +130,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
 def resume_newest(engine: Engine, directory: Path) -> Checkpoint | None:
     """Load the newest checkpoint of a directory that is whole; None where there is none, and nothing changes."""
     sync = host_sync(engine.grid)
-    checkpoint = newest(inside(directory), sync, _said_once(sync))
+    checkpoint = newest(inside(directory), sync, _say_on_first(sync))
     if checkpoint is not None:
         take(engine, checkpoint, sync, "directory", weights_only=False)
         _take_row_choice(engine, checkpoint)
@@ -145,6 +147,6 @@ def _take_row_choice(engine: Engine, checkpoint: Checkpoint) -> None:
         choice.facts = dict(checkpoint.manifest.run.get(_ROWS, {}))
 
 
-def _said_once(sync: HostSync) -> Callable[[str], None]:
+def _say_on_first(sync: HostSync) -> Callable[[str], None]:
     """Return a function that prints a line in the first process alone, as all find the same."""
     return say if sync.rank == 0 else lambda line: None

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _on_own_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Concatenate["Trainer", P], T]:
+def _under_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Concatenate["Trainer", P], T]:
     """Run a method under the mesh of the trainer's grid, whatever mesh is set."""
 
     @functools.wraps(method)
@@ -109,8 +109,8 @@ class Trainer:
         optimizer = averaging(optimizer, ema) if ema else optimizer
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
-        given: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
-        given["microbatches"] = integer("microbatches", microbatches, 1)
+        job_options: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
+        job_options["microbatches"] = integer("microbatches", microbatches, 1)
         self._numbers: Callable[[Any, Any], Any] | None = None
         self._fitting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         with grid.entered():  # an engine's modules are imported where it is asked for, and need not be there otherwise
@@ -118,30 +118,30 @@ class Trainer:
                 from axonn_jax.train.modules.apart import fitting
                 from axonn_jax.train.modules.job import loss_job
 
-                given |= {"weight": weight, "rows": rows, "wrt": wrt}
-                job = loss_job(model, optimizer, grid, loss=loss, **given)
+                job_options |= {"weight": weight, "rows": rows, "wrt": wrt}
+                job = loss_job(model, optimizer, grid, loss=loss, **job_options)
                 engine = SpmdEngine(job, grid, seed=seed, memory=memory)
                 self.engine, self._numbers, self._fitting = engine, engine.numbers, fitting
             elif grid.shape.pipe > 1:
                 from axonn_jax.train.engines.pipeline import PipelineEngine
 
-                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)
+                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **job_options)
             else:
-                job = model_job(model, optimizer, grid, tensor=tensor, **given)
+                job = model_job(model, optimizer, grid, tensor=tensor, **job_options)
                 self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
         self._averaged = self.engine.averaged if ema and isinstance(self.engine, SpmdEngine) else nullcontext
         self.pruning = Pruning(prune, self.engine)
         self._run: Mapping[str, Any] = {}
 
     @property
-    @_on_own_mesh
+    @_under_mesh
     def model(self) -> Any:
         """Return the trained module, of copies of the weights on the devices of their stages; raises ``UserError`` in a
         pipeline of several processes."""
         return copied_model(self.engine, self.engine.params)
 
     @property
-    @_on_own_mesh
+    @_under_mesh
     def averaged(self) -> Any:
         """Return the module as `model` does, with the moving average of the weights; raises ``UserError`` without
         `ema`."""
@@ -154,7 +154,7 @@ class Trainer:
         """Return this process's sequences of a global batch (all in a run of one process)."""
         return self.engine.batches.local(integer("sequences", sequences, 1))
 
-    @_on_own_mesh
+    @_under_mesh
     def step(self, batch: Any) -> StepMetrics:
         """Run one optimizer step; prune afterwards if due.
 
@@ -180,7 +180,7 @@ class Trainer:
         return metrics
 
     @typed_arguments
-    @_on_own_mesh
+    @_under_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
         """Return the mean loss over the targets of batches, of the average of the weights with `ema`.
 
@@ -209,9 +209,9 @@ class Trainer:
                 rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
                 filled = shaped.filled(batch, rows)
                 with self._fitting(batch):
-                    own = self._numbers
-                    given = (*self.engine.mean_loss(filled), {}) if own is None else own(filled, loss)
-                results.append(bounded(given))
+                    numbers_of = self._numbers
+                    result = (*self.engine.mean_loss(filled), {}) if numbers_of is None else numbers_of(filled, loss)
+                results.append(bounded(result))
         if not results:
             raise UserError("batches", "none", "at least one batch")
         if self._numbers is None:
@@ -223,7 +223,7 @@ class Trainer:
         return (mean, numbers) if aux else mean
 
     @typed_arguments
-    @_on_own_mesh
+    @_under_mesh
     def set(self, /, **numbers: float) -> None:
         """Replace numbers of the optimizer from the next step on, as `set(learning_rate=1e-4)`.
 
@@ -237,7 +237,7 @@ class Trainer:
             store.set(numbers)
 
     @typed_arguments
-    @_on_own_mesh
+    @_under_mesh
     def save(self, directory: str | Path, step: int, *, keep: int | None = None, iterator: Any = None) -> Path:
         """Write all state to a checkpoint, wait, and return its path; collective over the run's processes.
 
@@ -257,7 +257,7 @@ class Trainer:
         return save_as(self.engine, Path(directory), step, keep=keep, iterator=iterator)
 
     @typed_arguments
-    @_on_own_mesh
+    @_under_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Replace the state by a checkpoint's, saved on any grid; collective over the run's processes.
 
@@ -275,7 +275,7 @@ class Trainer:
         return self._loaded(checkpoint, resumes=not weights_only) or 0
 
     @typed_arguments
-    @_on_own_mesh
+    @_under_mesh
     def resume(self, directory: str | Path) -> int | None:
         """Load the newest whole checkpoint of a directory as `load` does, and return its step; None: a new run."""
         return self._loaded(resume_newest(self.engine, Path(directory)))

@@ -82,11 +82,11 @@ def check(config: Config) -> Config:
     residual_comm_of(config, shape)
     if config.tensor.scan_layers == "yes":
         check_repeats(shape.layers, shape.layer_period)
-    chosen = Chosen(
+    settings = Chosen(
         config.grid, config.memory, config.tensor, config.prune, config.lora, config.moe, config.train,
         experts=shape.experts > 0,
     )  # fmt: skip
-    check_rules(chosen)
+    check_rules(settings)
     if not goes_on:  # from a checkpoint, which may have masks
         check_masks(config.prune.mask_file)
     check_lora(config, shape)
@@ -115,8 +115,8 @@ def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Confi
     weights, run = config.checkpoint.weights, Path(log_dir) / "config.toml"
     if goes_on and hub_name(weights) is not None and run.is_file():
         with contextlib.suppress(UserError):
-            before = read(run).checkpoint.weights
-            weights = before if before.partition("@")[0] == weights else weights
+            previous = read(run).checkpoint.weights
+            weights = previous if previous.partition("@")[0] == weights else weights
     needed = weights and (not goes_on or config.lora.adapts)
     folder = found(weights, "checkpoint.weights", WEIGHTS) if needed else None
     if folder is not None and hub_name(weights) is not None:
@@ -142,9 +142,9 @@ def _check_weights(weights: Path, shape: ModelShape) -> None:
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
     """Return the communication of blocks by `tensor.residual_comm`; raises ``UserError`` if impossible."""
-    wanted, memory = config.tensor.residual_comm, config.memory
+    requested, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
-    return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
+    return choose_residual_comm(requested, shape, config.grid, memory.activations, sequence_split=split)
 
 
 def check_samples(config: Config, shape: ModelShape) -> None:
@@ -177,9 +177,9 @@ def _lora_of(config: Config) -> LoraConfig:
 
     Raises ``UserError`` for an adapter of other settings than [lora] has.
     """
-    name, given, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
+    name, requested, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
     if not name:
-        return given
+        return requested
     from axonn_jax.adapters.peft import is_adapter, read_config
     from axonn_jax.adapters.stored import adapters_in  # imports jax, a second
     from axonn_jax.checkpoint.restore import named_checkpoint
@@ -188,16 +188,17 @@ def _lora_of(config: Config) -> LoraConfig:
     if not Path(name).is_dir():
         raise UserError(field, name, "the directory of PEFT's files, of a run or of a checkpoint")
     if is_adapter(Path(name)):
-        settings = read_config(Path(name), field)[0]
-    elif stored := adapters_in(named_checkpoint(Path(name), LocalSync(), lambda line: None, field), field):
-        settings = stored.config
+        stored = read_config(Path(name), field)[0]
+    elif adapters := adapters_in(named_checkpoint(Path(name), LocalSync(), lambda line: None, field), field):
+        stored = adapters.config
     else:
         raise UserError(field, name, "adapters; a whole model is for checkpoint.weights")
-    for key in IDENTITY if given != LoraConfig(dropout=given.dropout) else ():
-        own, value = getattr(given, key), getattr(settings, key)
-        if {*own} != {*value} if key == "targets" else own != value:
-            raise UserError(f"lora.{key}", own, f"{value}, as in {name}, or [lora] left out")
-    return replace(settings, dropout=given.dropout or settings.dropout)
+    # An untouched [lora] takes the adapter's settings; dropout is the exception, as it only concerns this training run.
+    for key in IDENTITY if requested != LoraConfig(dropout=requested.dropout) else ():
+        value, expected = getattr(requested, key), getattr(stored, key)
+        if {*value} != {*expected} if key == "targets" else value != expected:
+            raise UserError(f"lora.{key}", value, f"{expected}, as in {name}, or [lora] left out")
+    return replace(stored, dropout=requested.dropout or stored.dropout)
 
 
 def check_lora(config: Config, shape: ModelShape) -> None:
@@ -235,17 +236,17 @@ def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: 
         raise UserError("checkpoint.keep_every", checkpoint.keep_every, accepted)
     if not checkpoint.resume:
         raise UserError("checkpoint.resume", checkpoint.resume, "auto, never, or the path of a checkpoint")
-    named = {} if goes_on else {"checkpoint.weights": checkpoint.weights}
+    paths = {} if goes_on else {"checkpoint.weights": checkpoint.weights}
     if checkpoint.resume not in ("auto", "never"):
-        named["checkpoint.resume"] = checkpoint.resume
+        paths["checkpoint.resume"] = checkpoint.resume
     for name in ("checkpoint.weights", "checkpoint.adapter"):
         begins = Path(value := getattr(checkpoint, name.removeprefix("checkpoint.")))
         run = begins.parent.parent if begins.parent.name == "checkpoints" else begins
         if value and run.resolve() == Path(log.dir).resolve():
             raise UserError("log.dir", log.dir, f"another directory than {name} = {value}")
-    for name, path in named.items():
-        later = name == "checkpoint.weights" and hub_name(path)  # a download follows all other checks
-        if path and not later and not Path(path).is_dir():
+    for name, path in paths.items():
+        downloads = name == "checkpoint.weights" and hub_name(path)  # a download follows all other checks
+        if path and not downloads and not Path(path).is_dir():
             raise UserError(name, path, f"auto, never, or {_OF_RUN}" if name == "checkpoint.resume" else WEIGHTS)
 
 
@@ -258,12 +259,12 @@ def _check_log(log: LogConfig) -> LogConfig:
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
-        raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
+        reason = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
+        raise UserError("log.dir", log.dir, f"a directory that can be written; {reason}")
     if existing == Path(path) and not (existing / "checkpoints").is_dir():
         data = "prepared data, or a checkpoint," if (existing / MANIFEST).is_file() else ""
-        if there := "a model" if is_pretrained(existing) else data:
-            raise UserError("log.dir", log.dir, f"a directory of its own; {there} is in this one")
+        if content := "a model" if is_pretrained(existing) else data:
+            raise UserError("log.dir", log.dir, f"a directory of its own; {content} is in this one")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
     return replace(log, dir=path)
