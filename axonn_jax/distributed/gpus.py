@@ -61,8 +61,8 @@ def shares(views: Sequence[View], per_process: int | None = None) -> list[tuple[
             )  # fmt: skip
         order = views[ranks[0]] or ()
         for index, rank in enumerate(ranks):
-            visible_gpus = views[rank] or ()
-            assigned[rank] = tuple(visible_gpus.index(gpu) for gpu in order[index * count : (index + 1) * count])
+            rank_gpus = views[rank] or ()
+            assigned[rank] = tuple(rank_gpus.index(gpu) for gpu in order[index * count : (index + 1) * count])
     return assigned
 
 

@@ -1,4 +1,4 @@
-"""Config files: a TOML file and command-line overrides become a `Config`, and a `Config` becomes TOML."""
+"""Config files: TOML with command-line overrides read into a `Config`, and a `Config` written as TOML."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,26 +16,32 @@ from axonn_jax.train.config import Config
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 
 GONE: Mapping[str, object] = {"tensor.matmul_layouts": "off"}
-"""Keys that are no keys any more, with the value that did nothing: files of earlier runs have it."""
+"""Removed keys, each with the value that had no effect: config files of earlier runs still contain it."""
 
 
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
-    """Return the type of every key by table, in the order of the dataclasses."""
+    """Return the type of every key, by table and key name, in declaration order."""
     return MappingProxyType(
         {name: MappingProxyType(get_type_hints(cls)) for name, cls in get_type_hints(Config).items()}
     )
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Return the arguments without a flag, and every flag's dotted name with the value, in order.
+    """Split a command line into positional arguments and flags.
 
-    A text is kept unchanged, a list has commas, a table commas between KEY=VALUE; another value is a number or a
-    boolean where it reads as one. A boolean is true where no value follows; any other flag then has the value
-    `NOT_GIVEN`.
+    Flags of text keys keep their text, flags of list keys are split at commas, and flags of table keys are parsed as
+    comma-separated KEY=VALUE entries. Any other value becomes a number or boolean if it parses as one. A boolean flag
+    without a value is true; any other flag without one has the value `NOT_GIVEN`.
+
+    Args:
+        argv: Command-line words after the command's name.
+
+    Returns:
+        The positional arguments, and (dotted name, value) of every flag in order.
 
     Raises:
-        UserError: an argument starts with a single dash, or a table is none.
+        UserError: An argument starts with a single dash, or a table's entries are malformed.
     """
     kinds = {f"{table}.{key}": not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
     texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
@@ -44,6 +50,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
     inline = {name: get_args(kind)[1] for name, kind in kinds.items() if get_origin(kind) is Mapping}
     positional: list[str] = []
     flags: list[tuple[str, object]] = []
+    # Reversed, so that `pop` takes the next word and a flag can also take the one after it.
     words = list(reversed(argv))
     while words:
         word = words.pop()
@@ -55,7 +62,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         value: object = NOT_GIVEN
-        # A switch in front of the config file takes no value: the next word is the file.
+        # In `--log.tensorboard run.toml` the next word is the config file, not the switch's value.
         file_next = name in switches and bool(words) and words[-1].endswith(".toml")
         if not equals and words and not words[-1].startswith("--") and not file_next:
             equals, text = "=", words.pop()
@@ -70,9 +77,9 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
 
 
 def _inline(name: str, text: str, kind: type) -> dict[str, object]:
-    """Return the table of KEY=VALUE with commas: a number stands behind the last sign, a text behind the first one."""
     table = dict[str, object]()
     for entry in text.split(",") if text else ():
+        # Either side may be a path that contains "=": a number ends the entry, a text follows the first sign.
         key, equals, value = entry.partition("=") if kind is str else entry.rpartition("=")
         if not equals or key in table:
             raise UserError(name, text, "KEY=VALUE, with commas between several, and each key once")
@@ -92,13 +99,18 @@ def _scalar(text: str) -> object:
 
 
 def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
-    """Read a TOML file, over which the flags win.
+    """Read a config from a TOML file.
+
+    Args:
+        path: The TOML file; its stem replaces `{name}` in log.dir, its folder `{folder}` in checkpoint.weights.
+        flags: (dotted name, value) pairs, which override the file.
 
     Raises:
-        UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
+        UserError: The file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
     """
     path = Path(local_path("CONFIG.toml", str(path)))
     try:
+        # Editors on Windows write a byte-order mark, which TOML does not allow.
         text = read_bytes(path, TOML_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
@@ -121,16 +133,23 @@ def loads(
     source: str = "text",
     name: str | None = None,
 ) -> Config:
-    """Return the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
+    """Parse a config from TOML text.
+
+    Args:
+        text: The TOML text.
+        flags: (dotted name, value) pairs, which override the text.
+        source: Name of the text in errors.
+        name: Replacement for `{name}` in log.dir; None leaves it in place.
 
     Raises:
-        UserError: the text is not TOML, or a key or flag is unknown or of the wrong type.
+        UserError: The text is not TOML, or a key or flag is unknown or of the wrong type.
     """
     try:
         raw = parse_toml(text)
     except ValueError as error:
         raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
+    # Flags come last, so they overwrite the file's entries.
     for dotted, value in (*_entries(raw), *flags):
         if dotted in GONE and GONE[dotted] == value:
             continue
@@ -190,13 +209,13 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:
-    """Return all settings by dotted name."""
+    """Return all settings of a config by dotted name, such as `train.steps`."""
     tables = {table.name: getattr(config, table.name) for table in fields(config)}
     return {f"{name}.{key.name}": getattr(table, key.name) for name, table in tables.items() for key in fields(table)}
 
 
 def to_toml(config: Config) -> str:
-    """Return the config as TOML text, which reads back as the same config."""
+    """Format the config as TOML text that `loads` reads back as an equal config."""
     lines: list[str] = []
     for table in fields(config):
         value = getattr(config, table.name)
@@ -206,7 +225,10 @@ def to_toml(config: Config) -> str:
 
 
 def table_toml(name: str, values: Mapping[str, object]) -> str:
-    """Return a table of a config as TOML text; TOML has no null, so None values are left out and read back as None."""
+    """Format a table of a config as TOML text.
+
+    TOML has no null, so None values are omitted; the defaults make them None again when the text is read.
+    """
     return "\n".join([f"[{name}]", *(f"{key} = {_literal(v)}" for key, v in values.items() if v is not None)])
 
 

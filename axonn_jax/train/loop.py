@@ -1,4 +1,4 @@
-"""Loop around a trainer: data, evaluation, metrics, progress, pictures, checkpoints."""
+"""Training loop around a trainer: data, evaluation, metrics, progress, pictures, checkpoints."""
 
 import contextlib
 import math
@@ -32,11 +32,11 @@ from axonn_jax.train.resume import Checkpoints
 from axonn_jax.train.trainer import Trainer
 
 MOST_SKIPPED = 20
-"""Consecutive steps that are not finite after which a run ends; fp16's scale falls from largest to least in 14."""
+"""Consecutive non-finite steps that end a run; fp16's loss scale falls from its maximum to its minimum in 14."""
 
 
 class Run:
-    """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
+    """The training loop of one run; collective over its processes."""
 
     def __init__(self, config: Config, data: Corpora, world: World, trainer: Trainer, sync: HostSync):
         self.config, self.data, self.trainer, self.engine, self.sync = config, data, trainer, trainer.engine, sync
@@ -47,7 +47,8 @@ class Run:
         self.checkpoints = Checkpoints(config, data, self.engine, sync, self.say)
         self.train_data = self._loader(path=data, position=self.checkpoints.resume(), dropped=config.goldfish)
         loaders = ((c.name, self._loader(path=c.manifest, split="valid", shuffle=False)) for c in data.evaluated)
-        self.eval_batches = {name: loader.first(config.train.eval_batches) for name, loader in loaders}  # one at a time
+        # A generator, so that only one loader keeps its shards open at a time.
+        self.eval_batches = {name: loader.first(config.train.eval_batches) for name, loader in loaders}
         self.tokens, self.rate = config.train.global_batch * shape.seq_len, learning_rate(config.train)
         self.flops = step_flops(shape, config.lora, config.train.global_batch)
         self.start = self.engine.steps_done
@@ -59,12 +60,12 @@ class Run:
         self.best, self.samples = Best(), cast(Samples | None, None)
 
     def say(self, text: str) -> None:
-        """Print a line, on the first process only."""
+        """Print a line on the first process."""
         self.progress.say(text)
 
     def go(self, stop: StopSignals) -> int:
-        """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
-        # However it ends, trackers are told, and a service shows no run for ever.
+        """Train until the last step or a signal to stop; return the exit status."""
+        # Trackers must hear of every kind of end, or a service would show the run as running for ever.
         with contextlib.ExitStack() as ending:
             self._begin(ending)
             status = self._go(stop)
@@ -72,12 +73,11 @@ class Run:
         return status
 
     def _begin(self, ending: contextlib.ExitStack) -> None:
-        """Start the trackers, and read what the run has said so far."""
         config, run = self.config, RunFacts(self.directory, "", resumed=self.start)
         if self.first:
             keep_settings(config, self.directory)
-            active = trackers_of(config.log, self.lines)
-            self.trackers = started(active, self.directory, settings_by_name(config), self.start, self.say)
+            entries = trackers_of(config.log, self.lines)
+            self.trackers = started(entries, self.directory, settings_by_name(config), self.start, self.say)
         ending.enter_context(self.trackers)
         if self.engine.heartbeat is not None:
             self.engine.heartbeat.farewell = self.trackers.finish
@@ -112,13 +112,14 @@ class Run:
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
             if self.start == 0 and self.config.checkpoint.weights and self.eval_batches:
-                self._evaluate(0)  # what training makes better
+                self._evaluate(0)  # the baseline of a run that starts from pretrained weights
             previous = waiting = cast(StepMetrics | None, None)
             fault = self.train_data.ahead(min(2, steps - self.start))
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
-                if waiting is not None and self.pruning.due(step):  # a look waits, and is no time of either step
+                # Pruning blocks on the device, and its time must not count as part of either step.
+                if waiting is not None and self.pruning.due(step):
                     mark, waiting = self._report(step - 1, waiting, mark), None
                 self.profile.before(step, previous)
                 metrics = self.trainer.step(next(self.train_data))
@@ -128,22 +129,23 @@ class Run:
                 for line in self.pruning.lines():
                     self.say(line)
                 loss, ended = metrics["loss"], waiting is None
-                if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
+                # Metrics are read one step late, so the host only blocks while the devices have the next step queued.
+                if waiting is not None:
                     mark = self._report(step - 1, waiting, mark)
-                if previous is not None and self._broken(previous):  # of the same step on all processes
+                # Every process looks at the same step's metrics here, so they all leave the loop together.
+                if previous is not None and self._broken(previous):
                     return self._abort(step - 1)
                 previous = waiting = metrics
-                # A pipeline's step ends on the host, and an offloaded one before it returns: nothing to wait for.
+                # A pipelined or offloaded step has already finished when it returns, so reading it does not block.
                 if isinstance(loss, np.generic) or (ended and loss.is_ready()):
-                    mark = self._report(step, waiting, mark)
-                    waiting = None
+                    mark, waiting = self._report(step, waiting, mark), None
                 stopping = stop.requested(fault) and step < steps
                 evaluates = self.eval_batches and (step == steps or (every > 0 and step % every == 0 and not stopping))
                 samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
                 saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
-                if waiting is not None and (evaluates or saves or samples):  # a checkpoint's steps all have their lines
-                    mark = self._report(step, waiting, mark)
-                    waiting = None
+                # Write the metrics of all steps in a checkpoint before it, so a resumed run misses no line.
+                if waiting is not None and (evaluates or saves or samples):
+                    mark, waiting = self._report(step, waiting, mark), None
                 eval_loss = math.inf
                 if evaluates:
                     eval_loss = self._evaluate(step)
@@ -152,7 +154,7 @@ class Run:
                     mark = time.monotonic()
                 if saves or enough:
                     self.checkpoints.settle()
-                    self._tell_saved()  # before a newer one takes its place
+                    self._tell_saved()  # before `saver.last` is replaced by the newer one
                     self.checkpoints.save(step, self.train_data.position, eval_loss)
                 if samples is not None:
                     self._sample(samples, step)
@@ -173,7 +175,8 @@ class Run:
         if self.config.checkpoint.best and math.isfinite(self.best.loss):
             best, losses = self.checkpoints.saver.best, self.checkpoints.saver.losses
             where = str(self._checkpoint(best)) if best else "(none)"
-            if best and best != self.best.step:  # the save of a better one failed, or initial weights were better
+            # The checkpoint of the best step may be missing: its save failed, or the initial weights were best.
+            if best and best != self.best.step:
                 where = f"(none); the best one, {losses[best]:.4f}, is {where}"
             self.say(f"the lowest held-out loss, {self.best.loss:.4f}, is of step {self.best.step}; checkpoint {where}")
         self._say_undone()
@@ -181,11 +184,11 @@ class Run:
 
     @property
     def _enough(self) -> bool:
-        """True if so many evaluations in a row as `train.patience` had no lower loss."""
+        """True if the last `train.patience` evaluations did not lower the loss."""
         return 0 < self.config.train.patience <= self.best.since
 
     def _make_up(self) -> None:
-        """Evaluate, and write samples, where the run was stopped before it did so in its last step."""
+        """Evaluate and sample at the resumed step if the run was stopped between its checkpoint and those."""
         every, step, texts = self.config.train.eval_every, self.start, self.samples.log if self.samples else None
         recorded = [bool(log and key in log.resumed_keys) for log, key in ((self.lines, "eval_loss"), (texts, "text"))]
         evaluated, sampled = (bool(self.sync.gather_number(value)[0]) for value in recorded)
@@ -199,7 +202,7 @@ class Run:
             self.say(line)
 
     def _pictures(self, step: int) -> list[str]:
-        """Draw the run's pictures; return the files, separated by commas, or nothing."""
+        """Draw the run's pictures; return their paths joined by commas, or an empty list."""
         drawn: list[Path] = []
         try:
             pictures = self.engine.write_timeline(self.directory)
@@ -223,36 +226,34 @@ class Run:
         return self.checkpoints.directory / name_of(step)
 
     def _stopped(self, stop: StopSignals, step: int, fault: str) -> int:
-        """End a run on a signal or a fault of the data: return 128 plus the signal's number, or 2; 1 if not saved."""
+        """End on a signal (status 128 + its number) or a fault of the data (2); status 1 if the state is not saved."""
         error, number = self.checkpoints.settle(), stop.number()
         self._tell_saved()
         faults = [text for text in self.sync.gather(fault) if text]
         why = f"error: {faults[0]}; ended" if faults else f"ended by {signal.Signals(number).name}"
         outcome = f"its state was not saved: {error}" if error else f"checkpoint {self._checkpoint(step)}"
         self.say(f"{'error: ' if error and not faults else ''}{why} after step {step}; {outcome}")
-        self._pictures(step)  # behind the line, since who waits for the end wants to know first what is saved
+        self._pictures(step)  # after the line: drawing is slow, and people wait to hear whether the state is saved
         return 1 if error else 2 if faults else 128 + number
 
     def _abort(self, step: int) -> int:
-        """End a run whose steps change nothing any more, without a checkpoint."""
+        """End a run whose steps no longer change anything, without a checkpoint."""
         self.checkpoints.settle()
-        finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
-        state = "the weights are finite: check the data and train.lr" if finite else "the weights are not finite either"
+        last, state = self.checkpoints.saver.last, "the weights are not finite either"
+        if self.checkpoints.finite():
+            state = "the weights are finite: check the data and train.lr"
         fallback = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
-        self.say(
-            f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
-            f"{state}; {fallback}"
-        )
+        why = f"loss or gradients of the last {MOST_SKIPPED} steps were not finite"
+        self.say(f"error: ended after step {step}: {why}; {state}; {fallback}")
         return 1
 
     def _broken(self, metrics: StepMetrics) -> bool:
-        """Count a step; return True if the last `MOST_SKIPPED` steps were not finite."""
         finite = math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
         self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
         return self.skipped_in_row >= MOST_SKIPPED
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
-        """Wait for a step, the run's one sync a step, and record metrics; return the time of completion."""
+        """Wait for a step (the run's only host sync per step) and record its metrics; return the completion time."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
         if not self.first:
@@ -283,18 +284,17 @@ class Run:
         return now
 
     def _evaluate(self, step: int) -> float:
-        """Evaluate, record and print; return the loss."""
         losses = {name: self.trainer.evaluate(batches) for name, batches in self.eval_batches.items()}
         loss, entropy = self.data.mean(losses), self.data.unigram_entropy
         by_corpus = losses if len(self.data.all) > 1 else {}
-        corpus_losses = {f"eval_loss/{name}": value for name, value in by_corpus.items()}
-        self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **corpus_losses)
+        extra = {f"eval_loss/{name}": value for name, value in by_corpus.items()}
+        self.trackers.log(step, eval_loss=loss, unigram_entropy=entropy, **extra)
         shown = "".join(f", {name} {value:.4f}" for name, value in by_corpus.items())
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f}){shown}")
         self.best.seen(step, loss)
         return loss
 
     def _loader(self, **options: Any) -> Loader:
-        batch, seed = self.config.train.global_batch, self.config.data.seed
-        arguments = {"seq_len": self.shape.seq_len, "global_batch": batch, "rows": self.rows, "seed": seed, **options}
-        return Loader(**arguments, verify=False)  # `train` has done it
+        batch, seed, seq_len = self.config.train.global_batch, self.config.data.seed, self.shape.seq_len
+        # `main` has already compared the checksums where data.verify asks for it.
+        return Loader(seq_len=seq_len, global_batch=batch, rows=self.rows, seed=seed, verify=False, **options)

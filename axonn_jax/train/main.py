@@ -1,4 +1,4 @@
-"""Run of training: a checked config becomes a model, a trainer and a run directory."""
+"""Entry point of a training run: a checked config becomes a model, a trainer and a run directory."""
 
 import os
 from collections.abc import Callable
@@ -40,13 +40,24 @@ from axonn_jax.train.trainer import Trainer
 from axonn_jax.train.validate import corpora_of, residual_comm_of
 
 _OVER = 1.5
-"""Memory of a virtual device over the planner's prediction: 1.27 to 1.40 for 8 to 32 of them on two cores, growing."""
+"""Safety factor on the planner's memory per virtual device: measured 1.27 to 1.40 for 8 to 32 of them on two cores,
+growing with their number."""
 
 
 def train(config: Config) -> int:
-    """Train as a checked config says and leave a run directory; return the exit status."""
+    """Train a model and write its run directory; collective over the run's processes.
+
+    Args:
+        config: A configuration that `validate.check` has returned.
+
+    Returns:
+        The exit status: 0, or the one of `Run.go`.
+
+    Raises:
+        UserError: The grid does not fit the devices, another run holds the directory, or data or weights are unusable.
+    """
     if config.grid.pipe > 1 and config.pipeline.channel == "mpi4jax":
-        widen_pool()  # jax fixes the number of threads when it starts
+        widen_pool()  # before jax starts, which fixes its number of threads
     world, grid = start(config.grid, settings=to_toml(config))
     sync = host_sync(grid)
     with only_run_in(config.log.dir, sync, say), grid.entered():
@@ -75,9 +86,10 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
     if grid.shape.pipe > 1:
-        with together(sync):  # processes may have different cores and packages
+        with together(sync):  # processes may have different cores and packages, and so fail one by one
             choose(config.pipeline.channel, grid.size)
-    if world.rank == 0:  # before arrays are made: a process that ends there leaves a log of its settings
+    # Printed before arrays are allocated: a process that is killed there still leaves its settings in the log.
+    if world.rank == 0:
         for line in (describe(world, grid), *lines):
             say(line)
     make = model_of(config, comm=comm, packed=data.packed)
@@ -99,6 +111,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         prune=config.prune,
     )
     engine = trainer.engine
+    # A pipeline has a heartbeat of its own. On one mesh the heartbeat's thread needs a second communicator, or its
+    # messages would meet the main thread's collectives.
     if isinstance(engine, SpmdEngine) and isinstance(sync, MpiSync) and (another := sync.another()) is not None:
         engine.watch(another)
     run = Run(config, data, world, trainer, sync)
@@ -106,13 +120,23 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     with StopSignals(sync, peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()
-        sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
+        # Wait for everyone: launchers end all processes at the first exit, and rank 0 may still be writing.
+        sync.gather("")
     trainer.close()
     return status
 
 
 def check_room(config: Config, shape: ModelShape, free: int) -> None:
-    """Raise ``UserError`` where virtual devices, more than cores, are predicted to take more than `free` bytes each."""
+    """Check that virtual devices fit into this machine's memory, if there are more of them than cores.
+
+    Args:
+        config: The checked configuration.
+        shape: Sizes of the model.
+        free: Bytes that a device may take; 0: unknown, and nothing is checked.
+
+    Raises:
+        UserError: The planner predicts more than `free` bytes per device.
+    """
     if config.grid.devices <= (os.cpu_count() or 1) or not free:
         return
     from axonn_jax.planner.machines.machine_file import load_machine
@@ -137,7 +161,7 @@ def check_room(config: Config, shape: ModelShape, free: int) -> None:
 
 
 def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
-    """Return lines on the rows and epochs of a run, and on how far packed rows are filled."""
+    """Describe the rows and epochs of a run, and the fill of packed rows, one line each."""
     several, every = len(data.trained) > 1, data.rows(seq_len)
     lines = [f"{every:,} rows to train on: {train.steps:,} steps are {train.passes(every):.3g} epochs"]
     if train.warmup > train.steps:
@@ -159,13 +183,28 @@ def _epochs(data: Corpora, seq_len: int, train: TrainConfig) -> list[str]:
 
 
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
-    """Return a function that makes the model of a checked config, with these options of a `Transformer`."""
+    """Return a function that builds the model of a checked config.
+
+    Args:
+        config: The checked configuration.
+        options: Further keyword arguments of `Transformer`.
+    """
     arguments = {"attention": config.model.attention, "moe": config.moe, **options}
     return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(key_of(config.train.seed)), **arguments)
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: bool = False) -> AttentionForm:
-    """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
+    """Choose the attention kernel for the run's devices.
+
+    Args:
+        config: The checked configuration.
+        shape: Sizes of the model.
+        grid: The grid, whose first device stands for all.
+        packed: True if rows hold several documents.
+
+    Raises:
+        UserError: The configured kernel cannot run on these devices.
+    """
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision).compute.name
     rule = shape.attention_rule(0)
@@ -175,12 +214,18 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: boo
 def verify_data(path: str, sync: HostSync) -> None:
     """Compare shards and tokenizer with their checksums; collective over all processes.
 
-    Processes that see the same files, on one host or through a shared file system, read a share of them each; a
-    host with a copy of its own reads that. Raises ``UserError``, the same on all, where one finds a fault or another
-    data set.
+    Processes that see the same files, on one host or through a shared file system, each read a share of them; a host
+    with its own copy reads all of that.
+
+    Args:
+        path: Directory of prepared data.
+        sync: Host exchange between the processes.
+
+    Raises:
+        UserError: On all processes, if one of them finds a fault or has another data set.
     """
     status = (Path(path) / MANIFEST).stat()
-    # A shared file is the same one everywhere; copies of it are not, also where they were made alike.
+    # Inode and times identify a shared file; two copies differ in them even if they were made the same way.
     file_id = f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
     content = checksum(Path(path) / MANIFEST)
     everyone = [text.rpartition(" ") for text in sync.gather(f"{file_id} {content}")]

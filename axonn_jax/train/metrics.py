@@ -1,4 +1,4 @@
-"""Files and figures of a run: settings and tokenizer, those of its trackers, samples, loss.png."""
+"""Output files of a run: settings and tokenizer, trackers, held-out losses, samples, loss.png."""
 
 import hashlib
 import json
@@ -35,19 +35,25 @@ from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.validate import samples_of
 
 SAMPLE_TOKENS = 32
-"""The most tokens of a sample, where `model.seq_len` leaves so many."""
-_SHOWN = 60  # characters of a prompt, its last ones
-_AT_ONCE = 16
-_LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
+"""Maximum number of tokens in a sample; fewer where prompt and sample would exceed `model.seq_len`."""
+_SHOWN = 60  # trailing characters of a prompt in its line
+_AT_ONCE = 16  # prompts that are continued together, which bounds the cache
+_LARGEST = 1e100  # larger losses are not drawn, since matplotlib's axes overflow
 
 
 def keep_settings(config: Config, directory: Path) -> None:
-    """Write a run's settings and its data's tokenizer into its directory; files of another tokenizer are set aside.
+    """Write a run's settings and its data's tokenizer into the run directory.
 
-    Raises ``UserError`` where one cannot be written.
+    Args:
+        config: The checked configuration.
+        directory: The run directory, which is created.
+
+    Raises:
+        UserError: A file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_files(Path(config.data.tokenizer))
+    # Files that only an earlier run's tokenizer had would be loaded with this run's; they are set aside, not deleted.
     for name in {*small_names(directory, OF_TOKENIZER)} - tokenizer.keys():
         (directory / name).replace(directory / f"aside_{name.replace('/', '_')}")
     for name, raw in {"config.toml": to_toml(config).encode(), **tokenizer}.items():
@@ -59,7 +65,8 @@ def keep_settings(config: Config, directory: Path) -> None:
 
 
 def trackers_of(log: LogConfig, lines: JsonLines) -> list[RunTracker]:
-    """Return the trackers that [log] asks for; a tracker is a line here."""
+    """Return the trackers that [log] asks for; a new kind of tracker adds one line here."""
+    # Files in the run directory rewind to the resumed step (`once=False`); services keep what they were sent.
     trackers = [RunTracker("log.dir", log.dir, lines, once=False)]
     trackers += [RunTracker("log.tensorboard", True, TensorBoard(), once=False)] if log.tensorboard else []
     trackers += [RunTracker("log.wandb", log.wandb, WandbTracker(log.wandb))] if log.wandb else []
@@ -69,10 +76,10 @@ def trackers_of(log: LogConfig, lines: JsonLines) -> list[RunTracker]:
 
 
 class Best:
-    """The lowest of a run's held-out losses.
+    """The lowest held-out loss of a run, its step, and the number of evaluations `since`.
 
     Args:
-        losses: Steps with their losses before a run goes on, in order.
+        losses: (step, loss) of the evaluations before the run was resumed, in order.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]] = ()):
@@ -81,26 +88,44 @@ class Best:
             self.seen(step, loss)
 
     def seen(self, step: int, loss: float) -> bool:
-        """Count an evaluation; return True if its loss is the lowest so far, NaN never."""
-        lowest = loss < self.loss
+        """Count an evaluation; return True if its loss is the lowest so far."""
+        lowest = loss < self.loss  # False for NaN, which is never the lowest
         self.step, self.loss, self.since = (step, loss, 0) if lowest else (self.step, self.loss, self.since + 1)
         return lowest
 
 
 def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float, bool]]:
-    """Return the held-out losses of a run that goes on: step, loss, and whether the step's checkpoint is there.
+    """Read the held-out losses that a resumed run has recorded.
 
-    The process that is given the directory reads it. Collective; the texts of a long run have some hundred kilobytes.
+    Collective over the run's processes: one `gather` of the losses as JSON, some hundred kilobytes for a long run.
+
+    Args:
+        directory: The run directory on the process that reads it; None on all others.
+        sync: Host exchange between the processes.
+
+    Returns:
+        Step, loss, and whether the step's checkpoint exists, for every evaluation in order; the same on all processes.
     """
     records = [] if directory is None else read_metrics(directory)
     complete = {step_of(path) for path in all_steps(directory / FOLDER)} if directory else set()
     losses = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+    # A non-finite loss is null in metrics.jsonl.
     drawable = [(step, loss if _drawable(loss) else math.nan, step in complete) for step, loss in losses]
     return [(step, loss, saved) for step, loss, saved in json.loads(sync.gather(json.dumps(drawable))[0])]
 
 
 def usage(grid: Grid, flops: float, step_s: float) -> dict[str, float]:
-    """Return a step's share of the devices' peak and a device's most bytes, where known."""
+    """Return a step's hardware utilization, for metrics.jsonl.
+
+    Args:
+        grid: The grid of devices.
+        flops: Floating-point operations of a step, on all devices together.
+        step_s: Seconds of the step.
+
+    Returns:
+        `mfu`, the share of the devices' peak, where the peak is known, and `device_bytes`, the peak memory of this
+        process's first device in bytes, where the backend reports it.
+    """
     devices, used = grid.mesh.devices, dict[str, float]()
     peak = peak_flops(devices.flat[0].device_kind)
     if peak is not None:
@@ -113,9 +138,20 @@ def usage(grid: Grid, flops: float, step_s: float) -> dict[str, float]:
 
 
 class Samples:
-    """The likeliest texts behind fixed prompts by the weights of a step: a line each, and one of samples.jsonl.
+    """Greedy continuations of fixed prompts during training, printed and written to samples.jsonl.
 
-    Collective over the run's processes. Raises ``UserError`` if prompts differ between processes.
+    Collective over the run's processes.
+
+    Args:
+        config: The checked configuration.
+        shape: Sizes of the model.
+        grid: The grid of devices.
+        sync: Host exchange between the processes.
+        run: The run, whose samples.jsonl is opened on rank 0.
+        say: Printer of a line for people.
+
+    Raises:
+        UserError: The prompts cannot be used, or differ between processes.
     """
 
     def __init__(
@@ -143,11 +179,19 @@ class Samples:
             self.log.start(run)
 
     def due(self, step: int) -> bool:
-        """Return True if samples are due behind a step."""
+        """Return True if samples are due after a step."""
         return step % self._every == 0
 
     def write(self, step: int, model: nnx.Module) -> list[dict[str, Any]]:
-        """Make the texts of a step, print, record and return them; weights and cache are not kept."""
+        """Generate, print and record the samples of a step; weights and cache are released afterwards.
+
+        Args:
+            step: The step, for the lines.
+            model: The model with the weights to sample from.
+
+        Returns:
+            A row of prompt and text for each sample; empty if the samples could not be generated.
+        """
         assert isinstance(model, Transformer)
         generator = self._updated(step, model)
         if generator is None:
@@ -156,7 +200,7 @@ class Samples:
         try:
             for piece in write(generator, self._tokenizer, self._requests, Sampling(temperature=0)):
                 texts[piece.request] += piece.text
-        except UserError as error:  # scores that are not finite, on every process: the run goes on
+        except UserError as error:  # non-finite scores, the same on every process, must not end the training
             self._say(f"warning: no samples of step {step}: {error}")
             return []
         finally:
@@ -171,12 +215,12 @@ class Samples:
         ]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close samples.jsonl."""
         if self.log is not None:
             self.log.finish()
 
     def _updated(self, step: int, model: Transformer) -> Generator | None:
-        """Return the generator with a step's weights; None where a process has no memory for it."""
+        """Return the generator with a step's weights; None if a process has no memory for it."""
         if self._generator is not None:
             self._generator.update(model)
             return self._generator
@@ -205,7 +249,16 @@ class Samples:
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
-    """Draw loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
+    """Draw loss.png from metrics.jsonl.
+
+    Args:
+        directory: The run directory.
+        unigram_entropy: Entropy of the held-out text in nats per token, drawn as a line; None for a run without
+            evaluations.
+
+    Returns:
+        The picture's path.
+    """
     records = read_metrics(directory)
     train = [(r["step"], r["loss"]) for r in records if _drawable(r.get("loss"))]
     evaluations = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
@@ -216,7 +269,8 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
         axes.plot(steps, _running_mean(losses), color="tab:blue", linewidth=1.8, label="running mean")
     if evaluations:
-        label = f"held-out loss, {evaluations[-1][1]:.3f} at last"  # in the legend no number is written over another
+        # The last value goes into the legend, where it cannot overlap another number.
+        label = f"held-out loss, {evaluations[-1][1]:.3f} at last"
         axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:orange", markersize=4, label=label)
     if unigram_entropy is not None:
         label = f"unigram entropy of the held-out text, {unigram_entropy:.3f}"
@@ -225,7 +279,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.set_ylabel("loss (nats a token)")
     axes.set_title(f"{directory.name}")
     axes.grid(alpha=0.25)
-    if axes.lines:  # matplotlib warns of a legend without a line
+    if axes.lines:  # matplotlib warns about a legend without entries
         axes.legend(loc="best")
     path = directory / "loss.png"
     save_picture(figure, path)
@@ -237,7 +291,8 @@ def _drawable(value: Any) -> bool:
 
 
 def _running_mean(values: tuple[float, ...]) -> list[float]:
-    """Return the mean of the values around each, of up to ten on either side and as many on both, without a lag."""
+    """Average each value with up to ten neighbours on either side."""
+    # The window is symmetric and shrinks at the ends; a trailing mean would lag behind the loss.
     means, most = [], min(10, len(values) // 10)
     for at in range(len(values)):
         side = min(most, at, len(values) - 1 - at)

@@ -1,4 +1,4 @@
-"""Optimizers of a config, from optax, and learning-rate schedules."""
+"""Optax optimizers and learning-rate schedules of a config, and the checks of a user's optimizer."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,17 +25,24 @@ _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
 
 
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
-    """Learning rate by update, an optax schedule: linear warm-up, then as `train.schedule` says to the last step.
+    """Return the learning-rate schedule of a config, as an optax schedule.
 
-    `wsd` is warm-up, stable, decay of MiniCPM (arXiv 2404.06395); `inverse_sqrt` that of the Transformer (arXiv
-    1706.03762, section 5.3), whose peak ends the warm-up. A skipped step is no update. For a host's number the rate is
-    computed on the host, without waiting for devices.
+    The rate rises linearly in the warm-up and then follows `train.schedule` until the last step. `wsd` is the
+    warm-up-stable-decay schedule of MiniCPM (arXiv 2404.06395), `inverse_sqrt` that of the Transformer (arXiv
+    1706.03762, section 5.3), which peaks at the end of the warm-up.
+
+    Args:
+        config: The table [train].
+
+    Returns:
+        A function of the number of updates so far, which does not count skipped steps.
     """
     warmup = min(config.warmup, config.steps)
     span = max(config.steps - warmup, 1)
     end = config.lr * config.min_lr_ratio
 
     def rate(step: Any) -> Any:
+        # For a Python number the rate is computed on the host: logging it must not wait for the devices.
         numbers: Any = jnp if isinstance(step, jax.Array) else np
         at = numbers.asarray(step, numbers.float32)
         remaining = 1 - numbers.clip((at - warmup) / span, 0, 1)
@@ -52,29 +59,30 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
             decayed_rate = numbers.full_like(at, config.lr)
         if warmup == 0:
             return decayed_rate
-        # Step 0 of a warm-up would have rate 0 and change nothing, so the ramp starts one notch up.
+        # Rate 0 in the first step of a warm-up would waste the step, so the ramp starts one notch up.
         return numbers.where(at < warmup, config.lr * (at + 1) / warmup, decayed_rate)
 
     return rate
 
 
 def changed_rate(config: TrainConfig, previous: Any, updates: int) -> str:
-    """Return a note on a resumed run's learning rate, if the config has changed the rate.
+    """Describe the change of a resumed run's learning rate, if its config has changed it.
 
     Args:
-        config: the settings now.
-        before: TOML of the settings before.
-        updates: number of updates done.
+        config: The table [train] of the resumed run.
+        previous: TOML text of the config that wrote the checkpoint.
+        updates: Number of updates so far.
 
     Returns:
-        A part of a line with the last update's rate and the next one's, or nothing.
+        The end of a line with the last update's rate and the next one's, or an empty text.
     """
     try:
         table = parse_toml(previous)["train"]
         previous_values = {key: table[key] for key in _OF_RATE if type(table[key]) is type(getattr(config, key))}
         previous_rate = learning_rate(replace(config, **previous_values))
         previous_lr, planned_lr = (float(previous_rate(update)) for update in (max(updates - 1, 0), updates))
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):  # of another version, or a stranger's
+    # The checkpoint may be of another version or from a stranger; a note is not worth an error.
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return ""
     changes = [f"train.{key} was {value}" for key, value in previous_values.items() if value != getattr(config, key)]
     new_lr = float(learning_rate(config)(updates))
@@ -84,34 +92,34 @@ def changed_rate(config: TrainConfig, previous: Any, updates: int) -> str:
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
-    """Return True by name for all parameters but biases and norms."""
+    """Return the mask of weight decay by parameter name: False for biases and norms, True for all others."""
     return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
 
 
 def _decay(c: TrainConfig) -> dict[str, Any]:
-    """Return optax's arguments of weight decay."""
     return {"weight_decay": c.weight_decay, "mask": None if c.decay_norms else decayed}
 
 
 def _adafactor(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
-    """Return Adafactor (arXiv 1804.04235) with decoupled weight decay, its rate neither scaled nor its updates."""
+    """Return Adafactor (arXiv 1804.04235) with decoupled weight decay, without relative steps or parameter scaling."""
     factored = optax.scale_by_factored_rms()
     parts = (factored, optax.clip_by_block_rms(1.0), optax.add_decayed_weights(**_decay(c)))
     return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 
 def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
-    """Return Muon for kernels, matrices that are multiplied with, at AdamW's scale of updates (arXiv 2502.16982).
+    """Return Muon for the kernels of hidden layers, with updates at AdamW's scale (arXiv 2502.16982).
 
-    Tables, the head, vectors and experts' kernels are AdamW's.
+    AdamW updates embedding tables, the head, vectors and experts' kernels.
     """
 
     def labels(params: Mapping[str, Any]) -> dict[str, str]:
-        ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}  # optax also asks with parts masked
+        # optax also calls this with masked leaves, which have no rank.
+        ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}
         return {name: "muon" if is_muons(name, rank) else "adam" for name, rank in ranks.items()}
 
-    # Not `optax.contrib.muon`: its other optimizer has Nesterov's momentum, and decays norms and biases whatever a mask
-    # says. Links and labels are in its order, so that a checkpoint has the same names.
+    # Not `optax.contrib.muon`: its fallback optimizer uses Nesterov momentum and decays norms and biases whatever the
+    # mask says. Transformations and labels keep its order, so that checkpoints have the same names.
     match_adamw_rms = optax.stateless_with_tree_map(lambda update, _: 0.2 * max(update.shape) ** 0.5 * update)
     rows_and_columns = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers())
     whitened = optax.contrib.scale_by_muon(beta=c.beta1, eps=c.eps, weight_dimension_numbers=rows_and_columns)
@@ -130,16 +138,19 @@ OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransf
     "muon": _muon,
     "adamw_bf16": lambda rate, c: optax.adamw(rate, c.beta1, c.beta2, c.eps, mu_dtype=jnp.bfloat16, **_decay(c)),
 }
-"""Functions of a learning rate's schedule and the settings that make the optimizers of `train.optimizer`."""
+"""Constructor of each optimizer of `train.optimizer`, from a learning-rate schedule and the table [train]."""
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optax transformation a config names; clipping is the trainer's."""
+    """Return the optimizer of the table [train], without clipping, which the trainer does."""
     return OPTIMIZERS[config.optimizer](learning_rate(config), config)
 
 
 def layers_once(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return one of the parameters whose names differ in numbers alone, as those of layers do, of each shape."""
+    """Return one representative of all parameters that have the same shape and the same name except for numbers.
+
+    Layers repeat the same parameters, so checking one layer's is enough and much faster for a deep model.
+    """
     first = {(re.sub(r"\d+", "0", name), p.shape): name for name, p in params.items()}
     return {name: params[name] for name in first.values()}
 
@@ -147,9 +158,18 @@ def layers_once(params: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_optimizer(
     optimizer: optax.GradientTransformation, model: Model, parts: SplitModule, memory: MemoryConfig, prune: PruneConfig
 ) -> None:
-    """Raise ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
+    """Check that an optimizer can run in a step, and with offload and pruning where those are on.
 
-    Of the parameters shapes are enough.
+    Args:
+        optimizer: The user's optimizer.
+        model: The model.
+        parts: The model's parameters; shapes are enough.
+        memory: Table [memory].
+        prune: Table [prune].
+
+    Raises:
+        UserError: The optimizer needs more than a step provides, or does not work on the parts that offload or pruning
+            pass to it.
     """
     params = parts.trained
     check_update(optimizer, params)
@@ -163,28 +183,41 @@ def check_optimizer(
 
 
 def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[str, Any], prune: PruneConfig) -> None:
-    """Raise ``UserError`` where an optimizer looks at whole parameters, of which pruning leaves some entries."""
+    """Check that an optimizer is elementwise, which pruning needs, since only the unpruned entries are stored.
+
+    Args:
+        optimizer: The user's optimizer.
+        params: The trained parameters by name; shapes are enough.
+        prune: Table [prune].
+
+    Raises:
+        UserError: Pruning is on, and an update depends on more than its own element.
+    """
     if prune.prunes and not check_offload(optimizer, "prune.density below 1", layers_once(params)):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)
 
 
 class Averaged(NamedTuple):
-    """State of an optimizer that averages the weights."""
+    """State of an optimizer that also averages the weights."""
 
     average: Any
-    """Average of the weights after each update, in their tree."""
+    """Moving average of the weights, in the tree of the parameters."""
     state: Any
-    """State of the optimizer itself."""
+    """State of the wrapped optimizer."""
 
 
 def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose state also has a moving average of the weights (Polyak and Juditsky, 1992).
+    """Wrap an optimizer so that its state includes a moving average of the weights (Polyak and Juditsky, 1992).
+
+    After each update, `average = decay * average + (1 - decay) * weights`; the average starts as the initial weights.
 
     Args:
         optimizer: The optimizer of the weights.
-        decay: Share of the average that stays: `average = decay * average + (1 - decay) * weights` after each update;
-            the first average is the weights at the start.
+        decay: Decay of the average.
+
+    Raises:
+        UserError: `optimizer` is not an optax transformation.
     """
     check_optimizer_type(optimizer)
     tx = optax.with_extra_args_support(optimizer)
@@ -196,7 +229,8 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
         grads: Any, state: Any, params: Any = None, biases: Any = MappingProxyType({}), **extra: Any
     ) -> tuple[Any, Averaged]:
         updates, inner = tx.update(grads, state.state, params, **extra)
-        updates = {**updates, **biases} if biases else updates  # updates of routers' biases, of `experts.load`
+        # Router biases bypass the optimizer: `experts.load` computes their updates, and the average includes them.
+        updates = {**updates, **biases} if biases else updates
         new_params = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, new_params)
         return updates, Averaged(average, inner)

@@ -1,4 +1,4 @@
-"""Rules between settings: what each of them may be beside another one."""
+"""Rules between settings: the values that one setting allows for another."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ from axonn_jax.settings import MemoryConfig, TensorConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Chosen:
-    """Settings of a run, or of a `Trainer`, that rules look at."""
+    """Settings of a run, or of a `Trainer`, that the rules inspect."""
 
     grid: GridShape
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -25,27 +25,27 @@ class Chosen:
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loss: bool = False
-    """True for a `Trainer` with a loss of its own, of any Flax model."""
+    """True for a `Trainer` with a user's loss, for any Flax model."""
     experts: bool = True
     """True if the model may have experts."""
 
 
 class Condition(NamedTuple):
-    """A choice that others must go with."""
+    """A choice that restricts other settings, with the words that describe it in an error."""
 
     words: str
     holds: Callable[[Chosen], bool]
 
 
 class Rule(NamedTuple):
-    """Values that a setting may have beside a choice."""
+    """Values that a setting may have under a condition."""
 
     key: str
     """The setting's table and name."""
     accepted: tuple[Any, ...]
     beside: Condition
     why: str = ""
-    """Reason, or the way to have it, with the mark before it."""
+    """Reason or alternative, starting with its punctuation mark; empty without one."""
 
     def __str__(self) -> str:
         return f"{' or '.join(map(str, self.accepted))} {self.beside.words}{self.why}"
@@ -66,22 +66,23 @@ DENSE = Condition("in a model without model.experts", lambda settings: not setti
 ADAPTED = Condition("with adapters", lambda settings: settings.lora.adapts)
 ONCE = Condition("where train.eval_every is 0", lambda settings: not settings.train.eval_every)
 _HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
-"""Settings of memory and tensor that count for any Flax model; the others are of the package's own layers."""
+"""Fields of [memory] and [tensor] that apply to any Flax model; the others only affect the package's own layers."""
 
 
 def _defaults(table: str, table_type: type, beside: Condition, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
-    """Yield the rules by which settings keep their defaults beside a choice."""
+    """Yield the rules that pin a table's fields to their defaults under a condition."""
     for option in fields(table_type):
         if option.name not in _HONOURED:
             yield Rule(f"{table}.{option.name}", (option.default,), beside, why.get(option.name, ""))
 
 
 RULES = (
-    # A pipeline's programs are cut out of one traced function equation by equation; a loop over layers is one equation.
+    # A pipeline's programs are cut from one traced function at equation boundaries; a scan over layers is a single
+    # equation and cannot be cut.
     Rule("tensor.scan_layers", ("auto", "no"), PIPE),
-    # Buckets of offloaded optimizer state consist of single layers' parameters.
+    # Buckets of offloaded optimizer state hold the parameters of individual layers, not of stacked ones.
     Rule("tensor.scan_layers", ("auto", "no"), OFFLOAD),
-    # Forward and backward passes are separate programs, which both gather weights.
+    # Forward and backward passes are separate programs, and each gathers the weights itself.
     Rule("memory.reshard_after", ("forward",), PIPE),
     Rule("memory.resident", ("auto",), NO_OFFLOAD),
     Rule("prune.at_step", (0,), PIPE, ": pruning from the first step on"),
@@ -91,7 +92,7 @@ RULES = (
     Rule("lora.rank", (0,), PRUNED),
     Rule("train.ema", (0,), PIPE),
     Rule("train.ema", (0,), PRUNED),
-    # Adafactor and Muon look at whole matrices, of which pruning leaves some entries.
+    # Adafactor and Muon need full matrices, but pruned parameters only store their surviving entries.
     Rule("train.optimizer", ("adamw", "adam", "sgd", "lion", "adamw_bf16"), PRUNED),
     Rule(
         "train.optimizer", ("adamw", "adam", "sgd", "lion", "adafactor", "adamw_bf16"), ADAPTED,
@@ -110,7 +111,14 @@ RULES = (
 
 
 def check_rules(settings: Chosen) -> None:
-    """Raise ``UserError`` where a setting is refused beside another one."""
+    """Check every rule.
+
+    Args:
+        settings: Settings of the run; tables left at their defaults restrict nothing.
+
+    Raises:
+        UserError: A setting has a value that another setting rules out.
+    """
     settings.prune.check()
     settings.memory.resident_bytes  # noqa: B018  raises for a text that is no amount
     for rule in RULES:
