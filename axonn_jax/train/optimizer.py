@@ -149,7 +149,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def layers_once(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return one representative of all parameters that have the same shape and the same name except for numbers.
 
-    Layers repeat the same parameters, so checking one layer's is enough and much faster for a deep model.
+    Layers repeat the same parameters, so one layer stands for all of them in a check.
     """
     first = {(re.sub(r"\d+", "0", name), p.shape): name for name, p in params.items()}
     return {name: params[name] for name in first.values()}

@@ -10,15 +10,20 @@ from typing import Any, Self
 from axonn_jax.errors import without_credentials
 from axonn_jax.terminal import duration, printable, redraws, say, unfailing
 
-_WARM_UP = 2  # first steps, which compile and do not count for the time left
-_RECENT = 25  # steps whose median tells it: one in between that saved or evaluated does not count
+_WARM_UP = 2  # the first steps compile, so they would spoil the estimate of the time left
+_RECENT = 25  # steps in the estimate, by their median: the odd step that saved or evaluated does not shift it
 
 
 class Progress:
-    """Display of step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
+    """Display of step, loss, speed and remaining time on standard error.
 
-    Away from a terminal (a log file, mpirun) prints a plain line at the first and last step and at most one every
-    `interval` seconds in between. A closed terminal or pipe ends nothing.
+    On a terminal it is a live line. Elsewhere (a log file, mpirun) it is a plain line at the first and last step, and
+    at most one every `interval` seconds in between. Closing the terminal or the pipe does not end the run.
+
+    Args:
+        steps: Number of steps of the run.
+        shown: False on all ranks but 0, which print nothing.
+        interval: Minimum seconds between plain lines.
     """
 
     def __init__(self, steps: int, *, shown: bool = True, interval: float = 5.0):
@@ -28,6 +33,7 @@ class Progress:
         self._seen, self._recent = 0, deque[float](maxlen=_RECENT)
         self._bar: Any = None
         if shown and redraws(sys.stderr):
+            # Imported only for a terminal: batch jobs never need it.
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
@@ -53,8 +59,9 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a separate line."""
+        """Print a line apart from the live one."""
         if self._bar is not None:
+            # Text may come from a file of someone else: no escape codes, and no markup of rich's.
             shown = printable(without_credentials(text))
             self._bar.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         elif self._shown:
@@ -69,9 +76,15 @@ class Progress:
         saved: tuple[int, float] | None = None,
         skipped: int = 0,
     ) -> None:
-        """Show a finished step, and the age of the last checkpoint: `saved` is the checkpoint's step and time.
+        """Show a finished step.
 
-        `skipped` is the number of steps so far without a change, for infinite or NaN values.
+        Args:
+            step: The step's number.
+            loss: Its training loss.
+            tokens_per_s: Tokens per second of the whole run.
+            step_s: Seconds of the step.
+            saved: Step and `time.monotonic` of the last checkpoint, for its age; None without one.
+            skipped: Number of steps so far that changed nothing, because of infinite or NaN values.
         """
         self._seen += 1
         if self._seen > _WARM_UP:

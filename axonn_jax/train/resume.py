@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer and of a run: the state saved to resume, and the checkpoint to resume from."""
+"""Checkpoints of a training run: saving its state, and choosing and loading the checkpoint to resume from."""
 
 import itertools
 import math
@@ -39,7 +39,15 @@ _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to
 
 
 class Checkpoints:
-    """Checkpoints of a training run: saves, and resuming."""
+    """Checkpoints of a training run; every method is collective over the run's processes.
+
+    Args:
+        config: The checked configuration.
+        data: Corpora of the run, whose fingerprint a checkpoint must have.
+        engine: The engine to save and to load.
+        sync: Host exchange between the processes.
+        say: Printer of a line for people.
+    """
 
     def __init__(self, config: Config, data: Corpora, engine: Engine, sync: HostSync, say: Callable[[str], None]):
         self._config, self._engine, self._sync, self._say = config, engine, sync, say
@@ -49,20 +57,26 @@ class Checkpoints:
         often = {"keep": keep.keep, "keep_every": keep.keep_every}
         self.saver = Saver(self.directory, engine.grid, sync, warn=say, sizes=engine.state_shapes(), **often)
         self.saved_step = 0
-        """Newest step whose state was given to the saver, or resumed."""
+        """Newest step that was resumed or passed to the saver."""
         self._lora: Mapping[str, Any] = {}
 
     def resume(self) -> int:
-        """Go on where the configuration says; return the data position. 0: a new run.
+        """Load what the configuration asks for: a checkpoint, initial weights, an adapter, or nothing.
 
-        Raises ``UserError`` where a checkpoint is of another model or optimizer, other data or other seeds.
+        Returns:
+            The data position in sequences; 0 for a new run.
+
+        Raises:
+            UserError: A checkpoint is of another model or optimizer, other data or other seeds, or checkpoints cannot
+                be written.
         """
         where = self._config.checkpoint.resume
         if (fault := self._sync.gather(self._unwritable() if self._sync.rank == 0 else "")[0]) != "":
             raise UserError("log.dir", self._config.log.dir, f"a directory that checkpoints can be written in: {fault}")
         self.saver.clean()
         weights = self._config.checkpoint.weights
-        if self._engine.parts.adapters:  # adapters alone are in checkpoints
+        # Checkpoints of adapters do not contain the base, so it is loaded in a resumed run, too.
+        if self._engine.parts.adapters:
             base = self._start_from(weights)
             self._lora = facts_of(self._engine, self._sync, str(base.absolute()))
         checkpoint = self._resumed(where)
@@ -74,6 +88,7 @@ class Checkpoints:
         self._set_aside(step)
         if checkpoint is None:
             return 0
+        # A checkpoint of another run is not one of this directory's, so it does not count as saved here.
         self.saved_step = step if checkpoint.path.parent.absolute() == self.directory.absolute() else 0
         if self.saved_step:
             self.saver.resumed(step)
@@ -84,42 +99,46 @@ class Checkpoints:
         return int(facts.run["position"])
 
     def recall(self, losses: Mapping[int, float]) -> None:
-        """Take in the held-out losses of checkpoints that are complete, for `checkpoint.best`."""
+        """Register the held-out losses of complete checkpoints, by step, for `checkpoint.best`."""
         finite_losses = {step: loss for step, loss in losses.items() if loss < math.inf}
         self.saver.losses |= finite_losses if self._config.checkpoint.best else {}
 
     def best_at(self, loss: float) -> bool:
-        """True if `checkpoint.best` asks for a checkpoint with this held-out loss.
+        """Return True if `checkpoint.best` asks for a checkpoint with this held-out loss.
 
-        It does where no step that is saved or being saved has a loss as low: one whose save has failed does not count.
+        The loss must be below that of every step that is saved or being saved; failed saves do not count.
         """
         return self._config.checkpoint.best and loss < min(self.saver.losses.values(), default=math.inf)
 
     def save(self, step: int, position: int, loss: float = math.inf) -> None:
-        """Begin to save the state after a step; wait first for an unfinished save.
+        """Start saving the state after a step, once an unfinished save has ended.
 
-        With `checkpoint.best` and a held-out `loss`, the checkpoint stays while no other complete one has a lower loss.
+        Args:
+            step: The step.
+            position: Data position in sequences.
+            loss: Held-out loss of the step. With `checkpoint.best` the checkpoint is kept until another complete one
+                has a lower loss.
         """
         loss = loss if self._config.checkpoint.best else math.inf
         begin_save(self.saver, self._engine, self._sync, step, self._facts(position), loss)
         self.saved_step = step
 
     def finite(self) -> bool:
-        """True if the state is finite, in all processes of the run."""
+        """Return True if the state is finite on all processes."""
         with self._engine.saving():
             return finite(self._engine, self._sync)
 
     def settle(self) -> str:
-        """Wait for the save under way; return the reason of a failure, on all processes, or an empty text."""
+        """Wait for the save in progress; return the reason of its failure, the same on all processes, or ""."""
         with self._engine.saving():
             return self.saver.settle()
 
     def close(self) -> None:
-        """End the background threads."""
+        """Stop the background threads."""
         self.saver.close()
 
     def _resumed(self, where: str) -> Checkpoint | None:
-        """Find and load a checkpoint; fall back to the one before an unreadable one."""
+        """Find and load the checkpoint to resume; fall back to the previous one if it cannot be read."""
         if where == "never":
             return None
         if where != "auto":
@@ -136,10 +155,12 @@ class Checkpoints:
                 return checkpoint
             except CorruptCheckpoint as fault:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
-            if self._config.prune.later:  # the engine may be pruned now, as the checkpoint before need not be
+            # The failed load may have pruned the engine, which cannot take an earlier, unpruned checkpoint any more.
+            if self._config.prune.later:
                 break
             self._say(f"warning: checkpoint {unread}; using the checkpoint before")
-        if unread:  # the arrays of a new run were freed for those of the checkpoint
+        # Starting anew is impossible: the load freed the engine's initial arrays to make room for the checkpoint's.
+        if unread:
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
 
@@ -148,7 +169,7 @@ class Checkpoints:
         take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
 
     def _start_from(self, weights: str) -> Path:
-        """Take the parameters of a path, or of a name on the Hub, and return the path."""
+        """Load the parameters of a path, or of a name on the Hub, and return the path."""
         with together(self._sync):
             path = found(weights, "checkpoint.weights", WEIGHTS)
         anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
@@ -174,7 +195,6 @@ class Checkpoints:
         return path
 
     def _begin_with(self, path: Path) -> None:
-        """Take the values of an adapter; optimizer and data start anew."""
         field = "checkpoint.adapter"
         if is_adapter(path):
             take_adapter(self._engine, path, self._sync, field)
@@ -187,9 +207,9 @@ class Checkpoints:
         self._say(f"adapters from {path}; optimizer and data start anew")
 
     def _keep_small_files(self, source: Path, base: Path) -> None:
-        """Keep config, tokenizer and templates of the run's initial model, for `axonn-jax convert`.
+        """Copy config, tokenizer and templates of the initial model into the run directory, for `axonn-jax convert`.
 
-        A line says where the data is of another tokenizer than that of the base, a pretrained directory or a run.
+        Warns if the data was prepared with another tokenizer than `base`, a pretrained directory or a run.
         """
         data = self._config.data.tokenizer
         with together(self._sync):
@@ -202,7 +222,7 @@ class Checkpoints:
                 )
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
-        """Raise ``UserError`` if a resumed run has other seeds or data than before; all else may change."""
+        """Raise ``UserError`` if a resumed run has other seeds or data than its checkpoint; all else may change."""
         now, then, path = self._facts(0), checkpoint.manifest.run, checkpoint.path
         if not set(_FACTS) <= set(then):
             raise UserError("checkpoint.resume", str(path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")
@@ -234,7 +254,7 @@ class Checkpoints:
         }
 
     def _unwritable(self) -> str:
-        """Return the reason for which no checkpoint can be written, before the first step and not hours later."""
+        # Checked before the first step, so that a full or read-only disk is not discovered hours later.
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -243,10 +263,10 @@ class Checkpoints:
             return reason(error)
 
     def _set_aside(self, step: int) -> None:
-        """Rename checkpoints of steps later than the resumed one."""
+        """Rename checkpoints of later steps than the resumed one, which would otherwise count as the newest."""
         if self._sync.rank == 0:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:
                     names = (f"aside_{path.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
                     path.rename(next(free for name in names if not os.path.lexists(free := path.with_name(name))))
-        self._sync.gather("")
+        self._sync.gather("")  # no process may list the directory before the renames are done

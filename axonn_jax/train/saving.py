@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: all of its state saved, loaded, and the newest in a directory found again."""
+"""Checkpoints of a trainer: saving and loading its full state, and finding the newest one in a directory."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from axonn_jax.train.engines.engine import Engine, RowChoice
 from axonn_jax.train.engines.spmd import SpmdEngine
 
 _ITERATORS, _ROWS = "iterators", "rows"
-"""Names among a manifest's facts: of the states of the processes' data, and of the way in which the loss runs."""
+"""Keys in a manifest's facts: the states of the processes' data iterators, and how a user's loss runs on rows."""
 _ALL = 2**31
 
 
@@ -35,20 +35,27 @@ def save_as(
     keep: int | None = None,
     iterator: Any = None,
 ) -> Path:
-    """Save all of an engine's state and wait; raises ``OSError`` with the reason of a failure.
+    """Save the full state of an engine and wait until the checkpoint is complete; collective over all processes.
 
     Args:
-        engine: The engine, of which all processes save at once.
-        directory: The directory in which `step_N` is made.
+        engine: The engine.
+        directory: Directory in which `step_N` is created.
         step: The number N.
-        facts: What the manifest says of the run.
-        keep: The newest checkpoints that stay there; None: all.
-        iterator: The state of this process's data, as JSON holds it.
+        facts: Further facts of the run for the manifest.
+        keep: Number of newest checkpoints to keep in the directory; None: all.
+        iterator: State of this process's data iterator, which JSON can represent.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        UserError: JSON cannot represent the iterator's state.
+        OSError: The checkpoint cannot be written; the text has the reason.
     """
-    # The run whose checkpoints the directory has, if any, may be at work.
+    # Lock the run directory if the checkpoints belong to one: a training run may be writing there.
     sync, run = host_sync(engine.grid), directory.parent if directory.name == FOLDER else directory
     failed = f"the checkpoint of step {step} was not saved in {directory}:"
-    with together(sync):  # a state that one process cannot save must not keep the others waiting
+    with together(sync):  # one process's unusable state must not leave the others waiting in the gather below
         local_state = _json_of(iterator)
     states = [json.loads(text) for text in sync.gather(local_state)]
     if any(state is not None for state in states):
@@ -81,13 +88,22 @@ def _json_of(state: Any) -> str:
 
 
 def iterator_of(run: Mapping[str, Any], grid: Grid) -> Any:
-    """Return the state of this process's data in a manifest's facts, None without any.
+    """Return the state of this process's data iterator from a manifest's facts.
 
-    Raises ``UserError`` where other numbers of processes have saved states that differ.
+    Args:
+        run: The manifest's facts.
+        grid: The grid that loads the checkpoint.
+
+    Returns:
+        The state, or None if the checkpoint has none.
+
+    Raises:
+        UserError: Another number of processes saved the checkpoint, and their states differ.
     """
     states = run.get(_ITERATORS) or [None]
     if len(states) == grid.size:
         return states[grid.rank]
+    # States that agree do not depend on the process, so they fit any number of processes.
     if any(state != states[0] for state in states):
         accepted = f"{len(states)} processes, as of the save: each had a state of its own"
         raise UserError("iterator", f"{grid.size} processes", accepted)
@@ -97,7 +113,16 @@ def iterator_of(run: Mapping[str, Any], grid: Grid) -> Any:
 def begin_save(
     saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any], loss: float = math.inf
 ) -> None:
-    """Begin to save all of an engine's state, or refuse infinite or NaN values anywhere in the run."""
+    """Start saving the full state of an engine, unless it has infinite or NaN values; collective over all processes.
+
+    Args:
+        saver: The saver of the directory, which records the refusal of a non-finite state.
+        engine: The engine.
+        sync: Host exchange between the processes.
+        step: The checkpoint's step.
+        facts: Facts of the run for the manifest.
+        loss: Held-out loss of the step, if checkpoints are kept by it.
+    """
     with engine.saving() as progress:
         if finite(engine, sync):
             shape = shape_of(engine)
@@ -108,12 +133,24 @@ def begin_save(
 
 
 def finite(engine: Engine, sync: HostSync) -> bool:
-    """True if an engine's state is finite in all processes of the run, which all must ask."""
+    """Return True if an engine's state is finite on all processes; collective, 8 bytes a process."""
     return all(sync.gather_number(engine.finite()))
 
 
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkpoint | None:
-    """Load the caller's checkpoint, or weights alone of a pretrained directory, which is no checkpoint."""
+    """Load a checkpoint, or the weights of a pretrained directory; collective over all processes.
+
+    Args:
+        engine: The engine whose state is replaced.
+        path: A checkpoint, a directory of checkpoints, or a pretrained directory.
+        weights_only: True to keep optimizer state and step, as a pretrained directory requires.
+
+    Returns:
+        The checkpoint; None for a pretrained directory, which is not one.
+
+    Raises:
+        UserError: The checkpoint does not fit the engine, or is not a checkpoint.
+    """
     sync = host_sync(engine.grid)
     if (reader := reader_of(path)) is not None:
         if not weights_only:
@@ -128,7 +165,14 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
 
 
 def resume_newest(engine: Engine, directory: Path) -> Checkpoint | None:
-    """Load the newest checkpoint of a directory that is whole; None where there is none, and nothing changes."""
+    """Load the newest complete checkpoint of a directory; return None, and change nothing, without one.
+
+    Collective over all processes.
+
+    Args:
+        engine: The engine whose state is replaced.
+        directory: A run directory or a directory of checkpoints.
+    """
     sync = host_sync(engine.grid)
     checkpoint = newest(inside(directory), sync, _say_on_first(sync))
     if checkpoint is not None:
@@ -142,11 +186,11 @@ def _row_choice(engine: Engine) -> RowChoice | None:
 
 
 def _take_row_choice(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Go on in the way in which the loss of a checkpoint's run ran."""
+    # A resumed run keeps the choice that the checkpoint's run made, instead of making a new one.
     if (choice := _row_choice(engine)) is not None:
         choice.facts = dict(checkpoint.manifest.run.get(_ROWS, {}))
 
 
 def _say_on_first(sync: HostSync) -> Callable[[str], None]:
-    """Return a function that prints a line in the first process alone, as all find the same."""
+    # All processes come to the same conclusion about a checkpoint, so one line is enough.
     return say if sync.rank == 0 else lambda line: None

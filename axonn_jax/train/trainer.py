@@ -1,4 +1,4 @@
-"""Trainer: a model, an optimizer and a grid become a step."""
+"""Trainer of the Python API: a facade over the engines that run the steps."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def _under_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Concatenate["Trainer", P], T]:
-    """Run a method under the mesh of the trainer's grid, whatever mesh is set."""
+    """Run a method under the mesh of the trainer's grid, whatever mesh the caller has set."""
 
     @functools.wraps(method)
     def entered(self: "Trainer", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -45,36 +45,36 @@ class Trainer:
     """Trainer of a model on a grid: a facade over an engine that runs the steps.
 
     The loss is the mean over the counted targets of the global batch, on every grid. A negative id (-1, or -100 as in
-    PyTorch) is no target, and id 0 as an input. `engine` is a `PipelineEngine` where the grid's `pipe` is above 1, else
-    an `SpmdEngine`, with the float32 weights by name (`engine.params`), the optimizer's state and more for tools and
-    tests (`engines.engine.Engine`).
+    PyTorch) does not count as a target, and is id 0 as an input. `engine` is a `PipelineEngine` if the grid's `pipe` is
+    above 1, otherwise an `SpmdEngine`; tools and tests find the float32 weights by name (`engine.params`), the
+    optimizer's state and more there (`engines.engine.Engine`).
 
     Args:
-        model: A module, whose arrays are the trainer's from then on (`trainer.model` is the trained one), or a function
-            that makes one: each process of a pipeline then makes only the parameters of its own stages. With `loss`:
-            any Flax module as `parallelize` returns it, or the parameters that `parallelize_linen` returns. Where it
-            has adapters (`lora`), these alone are trained.
-        optimizer: An optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
-            one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It
-            sees global arrays; with `memory.offload` and with a pipeline it must treat every parameter by itself.
+        model: A module, whose arrays belong to the trainer from then on (`trainer.model` is the trained one), or a
+            function that returns one, so that each process of a pipeline only creates the parameters of its stages.
+            With `loss`: any Flax module that `parallelize` has returned, or the parameters from `parallelize_linen`. If
+            it has adapters (`lora`), only these are trained.
+        optimizer: An optax transformation of gradients and parameters, which may also take the loss as `value`, but may
+            not evaluate the model again (`optax.lbfgs`) or keep a copy of the parameters (`optax.lookahead`). It sees
+            global arrays; with `memory.offload` or a pipeline it must treat every parameter independently.
         grid: The grid of devices, as `init` returns it.
-        loss: Function of the model and a batch, any pytree of arrays with rows in front -> the mean loss of its rows,
-            or (loss, numbers to be averaged with it, as `metrics["aux"]`). Default: the loss of a `models.Transformer`
-            or `models.SequenceModel` on token ids.
-        weight: Function of a batch -> the weight of its mean loss, as the number of unmasked targets. Default: all
-            microbatches count alike.
-        rows: "parts": `loss` sees a microbatch of one replica; "whole": one of all replicas; "auto": parts if they have
-            the results of all rows at once, else whole, which a line says.
-        wrt: Filter of the Variables that are trained, of an `nnx.Module` with `loss`.
-        microbatches: Parts of a step's batch, processed one after the other.
-        clip: Global norm to which gradients are scaled down; 0: no clipping.
-        ema: Decay of a moving average of the weights, as 0.999, that `evaluate` uses; 0: none.
+        loss: Function of the model and a batch (any pytree of arrays whose leading axis is rows) that returns the mean
+            loss of the rows, or (loss, numbers to average with it, returned as `metrics["aux"]`). Default: the loss of
+            a `models.Transformer` or `models.SequenceModel` on token ids.
+        weight: Function of a batch that returns the weight of its mean loss, such as the number of unmasked targets.
+            Default: all microbatches have the same weight.
+        rows: "parts": `loss` sees a microbatch of one replica; "whole": a microbatch of all replicas; "auto": parts if
+            the results are the same as for all rows at once, otherwise whole, with a line that says so.
+        wrt: Filter of the Variables to train, for an `nnx.Module` with `loss`.
+        microbatches: Number of parts of a step's batch, processed one after the other.
+        clip: Global norm to which larger gradients are scaled down; 0: no clipping.
+        ema: Decay of a moving average of the weights, such as 0.999, which `evaluate` uses; 0: none.
         seed: Seed of dropout.
-        memory: Table [memory] of a config file (`axonn-jax train --help`). For a model given as a module,
-            `sequence_parallel` is the one it was made with.
-        tensor: Table [tensor]; for a module, `residual_comm` is the one it was made with.
-        pipeline: Table [pipeline], used where the grid's `pipe` is above 1.
-        prune: Table [prune]; with `loss` of the kernels of all layers that can be split.
+        memory: Table [memory] of a config file (`axonn-jax train --help`). For a model passed as a module,
+            the `sequence_parallel` that it was created with applies.
+        tensor: Table [tensor]; for a module, the `residual_comm` that it was created with applies.
+        pipeline: Table [pipeline], used if the grid's `pipe` is above 1.
+        prune: Table [prune]; with `loss` it applies to the kernels of all layers that can be split.
 
     Raises:
         UserError: An argument is out of range, or arguments contradict each other.
@@ -113,7 +113,8 @@ class Trainer:
         job_options["microbatches"] = integer("microbatches", microbatches, 1)
         self._numbers: Callable[[Any, Any], Any] | None = None
         self._fitting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        with grid.entered():  # an engine's modules are imported where it is asked for, and need not be there otherwise
+        with grid.entered():
+            # An engine's modules are imported only if it is used: a run need not have the dependencies of the others.
             if loss is not None:
                 from axonn_jax.train.modules.apart import fitting
                 from axonn_jax.train.modules.job import loss_job
@@ -136,44 +137,43 @@ class Trainer:
     @property
     @_under_mesh
     def model(self) -> Any:
-        """Return the trained module, of copies of the weights on the devices of their stages; raises ``UserError`` in a
-        pipeline of several processes."""
+        """Trained module with copies of the weights; raises ``UserError`` in a pipeline of several processes."""
         return copied_model(self.engine, self.engine.params)
 
     @property
     @_under_mesh
     def averaged(self) -> Any:
-        """Return the module as `model` does, with the moving average of the weights; raises ``UserError`` without
-        `ema`."""
+        """Module like `model` with the moving average of the weights; raises ``UserError`` without `ema`."""
         if self._averaged is nullcontext:
             raise UserError("ema", 0, "a decay, as 0.999, for a trainer whose average is asked for")
         return copied_model(self.engine, {**self.engine.params, **self.engine.opt_state.average})
 
     @typed_arguments
     def rows(self, sequences: int) -> list[int]:
-        """Return this process's sequences of a global batch (all in a run of one process)."""
+        """Return the indices of this process's sequences in a global batch of so many sequences."""
         return self.engine.batches.local(integer("sequences", sequences, 1))
 
     @_under_mesh
     def step(self, batch: Any) -> StepMetrics:
-        """Run one optimizer step; prune afterwards if due.
+        """Run one optimizer step, and prune afterwards if due; collective over the run's processes.
 
-        A step with infinite or NaN loss or gradients leaves weights and optimizer state unchanged, on every device. An
+        A step with infinite or NaN loss or gradients leaves weights and optimizer state unchanged on every device. An
         id beyond a transformer's vocabulary makes the loss NaN, and so does a batch without targets.
 
         Args:
-            batch: This process's [sequences, seq + 1] token ids of a global batch: an array or lists of whole numbers.
+            batch: This process's [sequences, seq + 1] token ids of a global batch, as an array or lists of integers.
                 With `loss`: a pytree of this process's rows.
 
         Returns:
-            Loss, gradient norm and the number of steps skipped so far. Without a pipeline they are device values, and
-            the call waits for the step before the last only (`in_flight`).
+            Loss, gradient norm and the number of skipped steps so far. Without a pipeline they are device values, and
+            the call only waits for the step before the last (`in_flight`).
 
         Raises:
-            UserError: The batch has another form, or one that `loss` does not take; in a run of one process no targets.
+            UserError: The batch has another form, or one that `loss` does not accept, or has no targets in a run of one
+                process.
         """
         batch = self.engine.batches.read(batch, counts=True)
-        self.pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
+        self.pruning.at(self.engine.steps_done)  # due here if a checkpoint of that step was loaded unpruned
         with self._fitting(batch):
             metrics = self.engine.step(batch)
         self.pruning.at(self.engine.steps_done)
@@ -182,16 +182,16 @@ class Trainer:
     @typed_arguments
     @_under_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
-        """Return the mean loss over the targets of batches, of the average of the weights with `ema`.
+        """Return the mean loss over the targets of all batches; with `ema`, that of the averaged weights.
 
-        A module evaluates without dropout; a Linen loss is called as it is, with one key if it takes one.
+        A module is evaluated without dropout; a Linen loss is called unchanged, with a fixed key if it takes one.
 
         Args:
-            batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where
-                this process has all of them. Sequences without targets fill a batch up.
-            loss: Another loss, for a trainer with `loss`, as one that calls a Linen module with `train=False`; it sees
-                the rows of all replicas.
-            aux: True to return (mean loss, the numbers beside it averaged alike) of a trainer with `loss`.
+            batches: This process's sequences of each batch, in the form that `step` takes. In a run of one process
+                batches may have any number of sequences; short ones are padded with sequences without targets.
+            loss: Another loss, for a trainer with `loss`, such as one that calls a Linen module with `train=False`; it
+                sees the rows of all replicas.
+            aux: True to return (mean loss, its auxiliary numbers averaged alike), for a trainer with `loss`.
 
         Raises:
             UserError: No batch has a counted target.
@@ -206,7 +206,8 @@ class Trainer:
         shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
         with self._averaged():
             for batch in map(shaped.read, batches):
-                rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # smaller: in the same program
+                # Pad every batch to the largest so far, so that a smaller one does not compile a new program.
+                rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)
                 filled = shaped.filled(batch, rows)
                 with self._fitting(batch):
                     numbers_of = self._numbers
@@ -225,13 +226,13 @@ class Trainer:
     @typed_arguments
     @_under_mesh
     def set(self, /, **numbers: float) -> None:
-        """Replace numbers of the optimizer from the next step on, as `set(learning_rate=1e-4)`.
+        """Replace hyperparameters of the optimizer from the next step on, as in `set(learning_rate=1e-4)`.
 
         Args:
-            numbers: Values by name, of an optimizer made by `optax.inject_hyperparams`.
+            numbers: Values by name, for an optimizer made by `optax.inject_hyperparams`.
 
         Raises:
-            UserError: The optimizer keeps no number of that name.
+            UserError: The optimizer has no hyperparameter of that name.
         """
         for store in self.engine.stores.values():
             store.set(numbers)
@@ -239,16 +240,16 @@ class Trainer:
     @typed_arguments
     @_under_mesh
     def save(self, directory: str | Path, step: int, *, keep: int | None = None, iterator: Any = None) -> Path:
-        """Write all state to a checkpoint, wait, and return its path; collective over the run's processes.
+        """Write the full state to a checkpoint, wait, and return its path; collective over the run's processes.
 
         Args:
-            directory: The directory in which `step_N` is made.
+            directory: Directory in which `step_N` is created.
             step: The step's number N.
-            keep: The newest checkpoints that stay in the directory; None: all.
-            iterator: The state of this process's data, as `Loader.position` or what Grain's `get_state` returns.
+            keep: Number of newest checkpoints to keep in the directory; None: all.
+            iterator: State of this process's data, such as `Loader.position` or the result of Grain's `get_state`.
 
         Raises:
-            UserError: JSON does not hold the iterator's state.
+            UserError: JSON cannot represent the iterator's state.
             OSError: The checkpoint cannot be written, or the state is not finite; the text has the reason.
         """
         self.pruning.check_masks()
@@ -259,14 +260,14 @@ class Trainer:
     @typed_arguments
     @_under_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
-        """Replace the state by a checkpoint's, saved on any grid; collective over the run's processes.
+        """Replace the state by that of a checkpoint, saved on any grid; collective over the run's processes.
 
         Args:
-            path: A step_N, or a directory of them, of which the newest is loaded.
-            weights_only: True if optimizer state and step stay as they are.
+            path: A step_N, or a directory of them, whose newest is loaded.
+            weights_only: True to keep optimizer state and step.
 
         Returns:
-            The checkpoint's step.
+            The checkpoint's step; 0 for a pretrained directory.
 
         Raises:
             UserError: Arrays are missing, unexpected, misshapen or corrupt, or masks contradict `prune`.
@@ -277,7 +278,7 @@ class Trainer:
     @typed_arguments
     @_under_mesh
     def resume(self, directory: str | Path) -> int | None:
-        """Load the newest whole checkpoint of a directory as `load` does, and return its step; None: a new run."""
+        """Load the newest complete checkpoint of a directory like `load`, and return its step; None: a new run."""
         return self._loaded(resume_newest(self.engine, Path(directory)))
 
     def _loaded(self, checkpoint: Checkpoint | None, *, resumes: bool = True) -> int | None:
@@ -288,10 +289,10 @@ class Trainer:
 
     @property
     def iterator(self) -> Any:
-        """Return this process's `iterator` of the checkpoint loaded last, or None; raises ``UserError`` where each of
-        another number of processes had its own."""
+        """State of this process's data iterator in the last loaded checkpoint, or None; ``UserError`` if another number
+        of processes saved it, with states that differ."""
         return iterator_of(self._run, self.engine.grid)
 
     def close(self) -> None:
-        """End threads and channels of a pipeline, before the process ends."""
+        """Stop a pipeline's threads and channels, before the process ends."""
         self.engine.close()

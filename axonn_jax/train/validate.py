@@ -34,15 +34,22 @@ if TYPE_CHECKING:
 
 _OF_RUN = "the directory of a checkpoint (step_N) or of a run"
 WEIGHTS = f"{_OF_RUN}, or a pretrained directory"
-"""Accepted initial weights."""
+"""Description of accepted initial weights, for errors."""
 _FROM = ("checkpoint.resume", "checkpoint.weights", "checkpoint.adapter")
 
 
 def check(config: Config) -> Config:
-    """Check the config, cheap checks first; return it with every model field and the run directory filled in.
+    """Check a config, cheap checks first.
+
+    Args:
+        config: The config as it was read.
+
+    Returns:
+        The config with every model field, the run directory, the steps of `train.epochs`, the adapters' settings and
+        the commit of weights on the Hub filled in.
 
     Raises:
-        UserError: a value is out of range, contradicts another or the data, or names something unusable.
+        UserError: A value is out of range, contradicts another or the data, or names something unusable.
     """
     for name in ("data.path", "log.dir", *_FROM, "prune.mask_file", "train.sample_prompts"):
         look_at(name, attrgetter(name)(config))
@@ -59,7 +66,7 @@ def check(config: Config) -> Config:
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
     config = replace(config, lora=_lora_of(config))
     if config.model.preset is not None or "vocab" in config.model.given:
-        config.model.shape()  # a mistake in the model is reported even where the data is not there yet
+        config.model.shape()  # reports a mistake in the model even if the data does not exist yet
     data = corpora_of(config.data)
     shape = config.model.shape(default_vocab=max(corpus.manifest.vocab for corpus in data.all))
     if shape.vocab < (used := max(corpus.manifest.used for corpus in data.all)):
@@ -87,7 +94,7 @@ def check(config: Config) -> Config:
         experts=shape.experts > 0,
     )  # fmt: skip
     check_rules(settings)
-    if not goes_on:  # from a checkpoint, which may have masks
+    if not goes_on:  # a resumed run takes its masks from the checkpoint
         check_masks(config.prune.mask_file)
     check_lora(config, shape)
     config.goldfish.check()
@@ -101,17 +108,16 @@ def check(config: Config) -> Config:
         accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
         raise UserError("tensor.sub_batches", parts, accepted)
     check_samples(config, shape)
-    if config.log.tracker:  # last: the import runs a stranger's code, which a wrong configuration need not
-        tracker_class(config.log.tracker)  # the run's first process makes one
+    # Last, because the import runs arbitrary user code, which a wrong configuration should not get to.
+    if config.log.tracker:
+        tracker_class(config.log.tracker)  # only checked here; the run's first process makes an instance
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 
 
 def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Config, Path | None]:
-    """Return the directory of the initial weights, if needed, and the settings with the commit of a name on the Hub.
-
-    A run that goes on keeps the commit that it began from. Raises ``UserError`` where the Hub does not give the files.
-    """
+    """Return the config with a Hub name pinned to its commit, and the directory of the initial weights, if needed."""
+    # A resumed run keeps the commit that it began with: the name may point to a newer one by now.
     weights, run = config.checkpoint.weights, Path(log_dir) / "config.toml"
     if goes_on and hub_name(weights) is not None and run.is_file():
         with contextlib.suppress(UserError):
@@ -125,9 +131,9 @@ def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Confi
 
 
 def _check_weights(weights: Path, shape: ModelShape) -> None:
-    """Raise ``UserError`` where initial weights are not of the model, or the files kept beside them are damaged."""
+    """Raise ``UserError`` if initial weights do not fit the model, or the small files next to them are damaged."""
     from axonn_jax.data.tokenize import check_files
-    from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
+    from axonn_jax.models.huggingface.reader import Pretrained  # needs a library that other runs do without
 
     if is_pretrained(weights):
         check_shape(shape, weights, "checkpoint.weights")
@@ -141,14 +147,30 @@ def _check_weights(weights: Path, shape: ModelShape) -> None:
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
-    """Return the communication of blocks by `tensor.residual_comm`; raises ``UserError`` if impossible."""
+    """Return the communication of blocks that `tensor.residual_comm` asks for.
+
+    Args:
+        config: The configuration.
+        shape: Sizes of the model.
+
+    Raises:
+        UserError: The model or the grid does not allow it.
+    """
     requested, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
     return choose_residual_comm(requested, shape, config.grid, memory.activations, sequence_split=split)
 
 
 def check_samples(config: Config, shape: ModelShape) -> None:
-    """Raise ``UserError`` where a run cannot make the samples asked for."""
+    """Check that a run can generate the samples of `train.sample_every`.
+
+    Args:
+        config: The configuration.
+        shape: Sizes of the model.
+
+    Raises:
+        UserError: One of the two settings is missing, or the prompts cannot be used.
+    """
     every, path = config.train.sample_every, config.train.sample_prompts
     if bool(every) != bool(path):
         accepted = f"{'0' if every else 'at least 1'} where train.sample_prompts is {path!r}"
@@ -158,7 +180,7 @@ def check_samples(config: Config, shape: ModelShape) -> None:
 
 
 def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPrompt]"]:
-    """Return the tokenizer of a run and the prompts to continue; raise ``UserError`` for an unusable file."""
+    """Return a run's tokenizer and the prompts of `train.sample_prompts`; raise ``UserError`` for an unusable file."""
     from axonn_jax.data.prompts import fixed_prompts
     from axonn_jax.data.tokenize import load
 
@@ -167,16 +189,13 @@ def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPromp
 
 
 def check_masks(path: str) -> None:
-    """Raise ``UserError`` for a path of masks that is no file's."""
+    """Raise ``UserError`` if the path of masks, unless empty, is not a file."""
     if path and not Path(path).is_file():
         raise UserError("prune.mask_file", path, "an .npz file of arrays of booleans by parameter")
 
 
 def _lora_of(config: Config) -> LoraConfig:
-    """Return the settings of a run's adapters: those of the adapter that it begins with, if there is one.
-
-    Raises ``UserError`` for an adapter of other settings than [lora] has.
-    """
+    """Return the adapters' settings: those of `checkpoint.adapter`, if set, which [lora] must not contradict."""
     name, requested, field = config.checkpoint.adapter, config.lora, "checkpoint.adapter"
     if not name:
         return requested
@@ -202,7 +221,15 @@ def _lora_of(config: Config) -> LoraConfig:
 
 
 def check_lora(config: Config, shape: ModelShape) -> None:
-    """Raise ``UserError`` where a run cannot train adapters as asked for; its base must be there to resume, too."""
+    """Check that a run can train the adapters of [lora].
+
+    Args:
+        config: The configuration.
+        shape: Sizes of the model.
+
+    Raises:
+        UserError: The settings do not fit the model, or the base or the adapter's files are missing.
+    """
     config.lora.check()
     check_adaptable(shape, config.lora)
     if not config.lora.adapts:
@@ -210,8 +237,9 @@ def check_lora(config: Config, shape: ModelShape) -> None:
     if (adapter := Path(config.checkpoint.adapter)) != Path():
         from axonn_jax.adapters.peft import checked_files, is_adapter
 
-        if is_adapter(adapter):  # those of a run: `_lora_of`
+        if is_adapter(adapter):  # `_lora_of` has read the adapters of a run or a checkpoint
             checked_files(adapter, shape, "checkpoint.adapter")
+    # A resumed run needs the base too, since its checkpoints contain the adapters only.
     weights = config.checkpoint.weights
     if not weights or not (hub_name(weights) or Path(weights).is_dir()):
         accepted = "the directory of the base, a checkpoint or a pretrained one, as lora.rank is above 0"
@@ -219,14 +247,14 @@ def check_lora(config: Config, shape: ModelShape) -> None:
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """Return True if the run resumes a checkpoint, presumably sound, and so needs no initial weights."""
+    # Only the existence of a checkpoint counts; its content is checked when it is loaded.
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
 
 
 def corpora_of(data: DataConfig) -> Corpora:
-    """Read what a run trains on and evaluates with; raise ``UserError`` for directories of no use."""
+    """Load the manifests of a run's training and evaluation data; raise ``UserError`` for unusable directories."""
     return Corpora.load(data.path, data.mix, data.held_out)
 
 
@@ -245,16 +273,17 @@ def _check_checkpoint(checkpoint: CheckpointConfig, log: LogConfig, *, goes_on: 
         if value and run.resolve() == Path(log.dir).resolve():
             raise UserError("log.dir", log.dir, f"another directory than {name} = {value}")
     for name, path in paths.items():
-        downloads = name == "checkpoint.weights" and hub_name(path)  # a download follows all other checks
+        # A name on the Hub is downloaded only after the cheaper checks.
+        downloads = name == "checkpoint.weights" and hub_name(path)
         if path and not downloads and not Path(path).is_dir():
             raise UserError(name, path, f"auto, never, or {_OF_RUN}" if name == "checkpoint.resume" else WEIGHTS)
 
 
 def _check_log(log: LogConfig) -> LogConfig:
-    """Check the run directory without creating one, so a run that cannot start leaves nothing."""
     if not log.dir:
         raise UserError("log.dir", log.dir, "the path of a directory that can be written")
     path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it
+    # Check the nearest existing parent instead of creating the directory: a run that cannot start leaves nothing.
     existing = Path(path)
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
