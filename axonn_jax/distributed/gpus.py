@@ -1,4 +1,4 @@
-"""GPUs of a host, shared out among its processes before jax starts."""
+"""GPUs of a host, divided among its processes before jax starts."""
 
 import contextlib
 import os
@@ -12,26 +12,35 @@ from axonn_jax.errors import UserError
 from axonn_jax.terminal import counted
 
 View = tuple[str, ...] | None
-"""Identifiers of a process's visible GPUs, by index; None where jax chooses."""
+"""Identifiers of a process's visible GPUs, by index; None if the choice is left to jax."""
 
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
 
 
 class Gpu(NamedTuple):
-    """A GPU allowed to a process."""
+    """A GPU that a process may use."""
 
     name: str
     """UUID of the GPU, or another unique name."""
     parts: tuple[str, ...] = ()
-    """UUIDs of the GPU's MIG devices; with any, a process can use only one."""
+    """UUIDs of the GPU's MIG devices; if there are any, a process can use only one of them."""
 
 
 def shares(views: Sequence[View], per_process: int | None = None) -> list[tuple[int, ...]]:
-    """Return the indexes of each rank's GPUs among the visible ones: `wanted` GPUs, or an equal share.
+    """Assign GPUs to ranks.
 
-    Ranks with the same visible GPUs share by rank; a rank with its own GPUs (bound by the launcher) takes all. Empty
-    where jax uses no GPUs. Raises ``UserError`` for too few or contradictory GPUs.
+    Ranks that see the same GPUs divide them by rank; a rank that alone sees its GPUs (bound by the launcher) gets them.
+
+    Args:
+        views: Visible GPUs of every rank.
+        per_process: GPUs for each process; None: an equal share.
+
+    Returns:
+        Indices into each rank's visible GPUs; empty for ranks where jax uses no GPUs.
+
+    Raises:
+        UserError: There are too few GPUs, or ranks see sets of GPUs that overlap without being equal.
     """
     groups: dict[frozenset[str], list[int]] = {}
     for rank, view in enumerate(views):
@@ -59,6 +68,7 @@ def shares(views: Sequence[View], per_process: int | None = None) -> list[tuple[
                 f"at least {max(count, 1) * len(ranks)}, {max(count, 1)} for each of {counted(len(ranks), 'process')}; "
                 "start fewer processes on a host, or give the grid fewer devices for each",
             )  # fmt: skip
+        # Ranks may list the same GPUs in different orders: divide them in the first rank's order, by identifier.
         order = views[ranks[0]] or ()
         for index, rank in enumerate(ranks):
             rank_gpus = views[rank] or ()
@@ -67,7 +77,12 @@ def shares(views: Sequence[View], per_process: int | None = None) -> list[tuple[
 
 
 def idle(views: Sequence[View], assigned: Sequence[Sequence[int]]) -> str:
-    """Return one line if visible GPUs stay unused, else empty."""
+    """Return a warning if some visible GPUs stay unused, otherwise an empty text.
+
+    Args:
+        views: Visible GPUs of every rank.
+        assigned: GPUs of every rank, as `shares` returns them.
+    """
     seen = {gpu for view in views for gpu in view or ()}
     used = sum(map(len, assigned))
     if not 0 < used < len(seen):
@@ -78,14 +93,18 @@ def idle(views: Sequence[View], assigned: Sequence[Sequence[int]]) -> str:
 def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = False) -> tuple[str, ...]:
     """Return the identifiers of a process's GPUs in the order of CUDA or ROCm.
 
-    A list ends before the first entry without a GPU; with MIG devices CUDA sees only the first.
+    Args:
+        environ: Environment with the runtime's variables of visible devices.
+        present: GPUs that the process may use.
+        rocm: True for AMD's variables, False for NVIDIA's.
     """
     if rocm:
         allowed = _listed(environ.get("ROCR_VISIBLE_DEVICES"), present)
-        # HIP takes an empty variable for one that is not set.
+        # HIP treats an empty variable as unset.
         hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or None
         return tuple(gpu.name for gpu in _listed(hip, allowed))
     allowed_gpus = _listed(environ.get("CUDA_VISIBLE_DEVICES"), present)
+    # With MIG devices CUDA sees the first one only.
     parts = [gpu.parts[0] for gpu in allowed_gpus if gpu.parts]
     return tuple(parts[:1] or [gpu.name for gpu in allowed_gpus])
 
@@ -96,6 +115,7 @@ def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
     gpus = []
     for token in (text.strip() for text in value.split(",")):
         gpu = _meant(token, present)
+        # Like the runtimes, ignore everything from the first entry that is not a GPU.
         if gpu is None:
             break
         gpus.append(gpu)
@@ -114,31 +134,37 @@ def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
         for part in gpu.parts:
             if part.startswith(token):
                 return Gpu(gpu.name, (part,))
+    # Without UUIDs (no nvidia-smi), the entry cannot be compared and is taken at its word.
     has_uuids = any(gpu.name.startswith("GPU-") for gpu in present)
     return Gpu(token) if present and not has_uuids else None
 
 
 def look(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the identifiers of jax's GPUs in this process, without starting jax or CUDA."""
+    """Return the identifiers of the GPUs that jax would see in this process, without starting jax or CUDA.
+
+    Args:
+        environ: The process's environment.
+    """
     nvidia = [] if "rocm" in environ.get("JAX_PLATFORMS", "") else nvidia_gpus()
     return visible(environ, nvidia) if nvidia else visible(environ, amd_gpus(), rocm=True)
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """Return this process's NVIDIA GPUs, by the driver's list or by opening the devices."""
+    """Return the NVIDIA GPUs that this process may use, from nvidia-smi, or else by opening the device files."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
         return parse(listing)
     gpus = []
     for device in sorted(_DEV.glob("nvidia[0-9]*"), key=lambda path: int(path.name.removeprefix("nvidia"))):
-        with contextlib.suppress(OSError):  # devices that a control group forbids exist, but do not open
+        # Devices that a control group forbids exist, but cannot be opened.
+        with contextlib.suppress(OSError):
             os.close(os.open(device, os.O_RDWR))
             gpus.append(Gpu(f"{_host()}:{device.name}"))
     return gpus
 
 
 def parse(listing: str) -> list[Gpu]:
-    """Return the GPUs of `nvidia-smi -L`, with their MIG devices."""
+    """Parse the output of `nvidia-smi -L` into GPUs with their MIG devices."""
     gpus: list[Gpu] = []
     for line in listing.splitlines():
         uuid = re.search(r"\(UUID: ([^)]+)\)", line)
@@ -150,11 +176,12 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def amd_gpus() -> list[Gpu]:
-    """Return this process's AMD GPUs in the order of ROCm's topology."""
+    """Return the AMD GPUs that this process may use, in the order of ROCm's topology."""
     gpus = []
     for node in sorted(_KFD.glob("[0-9]*"), key=lambda path: int(path.name)):
-        with contextlib.suppress(OSError, ValueError):  # the kernel refuses to describe forbidden GPUs
-            if int((node / "gpu_id").read_text()) == 0:  # a processor
+        # The kernel refuses to describe GPUs that are forbidden to this process.
+        with contextlib.suppress(OSError, ValueError):
+            if int((node / "gpu_id").read_text()) == 0:  # a CPU
                 continue
             unique = re.search(r"^unique_id (\d+)", (node / "properties").read_text(), re.MULTILINE)
             number = int(unique[1]) if unique else 0
@@ -163,16 +190,22 @@ def amd_gpus() -> list[Gpu]:
 
 
 def _host() -> str:
-    """Return an identifier of this machine, the same in all of its containers."""
+    # The boot id is the same in all containers of a machine, while their host names differ.
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return os.uname().nodename
 
 
 def take(rank: int, per_process: int | None, gather: Callable[[View], Sequence[View]]) -> str:
-    """Give jax this process's GPUs; return a warning if some stay idle. Collective over all ranks.
+    """Restrict jax to this process's GPUs, and return a warning if some stay idle. Collective over all ranks.
 
-    `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, for unusable GPUs.
+    Args:
+        rank: This process's rank.
+        per_process: GPUs for each process; None: an equal share.
+        gather: Exchange that returns every rank's visible GPUs by rank.
+
+    Raises:
+        UserError: The GPUs cannot be divided (`shares`); the same error on all ranks.
     """
     import jax
 
@@ -185,14 +218,14 @@ def take(rank: int, per_process: int | None, gather: Callable[[View], Sequence[V
 
 
 def own_view() -> View:
-    """Return this process's GPUs; None where jax would not look for GPUs, or the user has chosen them."""
+    """Return this process's visible GPUs; None if jax would not look for GPUs, or the user has selected them."""
     from axonn_jax import compat
 
     return look(os.environ) if compat.accelerator_expected() and not selected_by_user() else None
 
 
 def selected_by_user() -> bool:
-    """Return True if jax's own variables or settings say which GPUs this process takes."""
+    """Return True if jax's variables or settings select this process's GPUs."""
     import jax
 
     names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")

@@ -1,4 +1,4 @@
-"""Small exchanges between processes through host memory: texts, flags, sums of numbers, and arrays of two stages."""
+"""Host exchanges between processes: texts, flags, numbers, and arrays of two stages."""
 
 import contextlib
 import json
@@ -22,60 +22,68 @@ if TYPE_CHECKING:
 
 _TEXT_BYTES = 1024
 LOCK = "run.lock"
-"""Lock file in a run's directory, held by the run that trains there."""
+"""Lock file in a run's directory, locked by the run that trains there."""
 _REFUSAL = partial(UserError, "log.dir")
 
 
 class HostSync(ABC):
-    """Exchanges between processes; every process makes the same calls in the same order."""
+    """Exchanges between processes through host memory; all processes make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
 
     @abstractmethod
     def _all_gather(self, local: np.ndarray) -> np.ndarray:
-        """Return every process's array of one shape and dtype, stacked by rank."""
+        """Return every process's array, stacked by rank; shape and dtype must agree."""
 
     @abstractmethod
     def any_before(self, flag: bool) -> bool:
-        """Return True if any process had its flag set at the call before this one; waits for nobody's present."""
+        """Return True if any process had its flag set in the previous call.
+
+        The answer is one call late so that no process waits for the others here: the reduction of a flag runs while the
+        next step is computed. Bytes: one flag a process.
+        """
 
     def gather(self, text: str) -> list[str]:
-        """Return every process's whole text, by rank; waits for all.
+        """Return every process's text by rank; waits for all processes.
 
-        Bytes: 8 a process, and the longest text's where any process has one.
+        Bytes: 8 a process, plus the longest text's, rounded up to a power of two, if any text is not empty.
         """
-        # Lengths come first, so that no text is cut, however long: most calls carry "no fault" and end here.
+        # Lengths come first, so that a text may have any length; most calls carry "no fault" and end here.
         raw = text.encode(errors="surrogateescape")
         sizes = [int(size) for size in self.gather_number(len(raw))]
         if not any(sizes):
             return ["" for _ in sizes]
-        # A power of two, as jax compiles a gather for each new length.
+        # Round up to a power of two, since jax compiles a gather for each new length.
         room = max(_TEXT_BYTES, 1 << (max(sizes) - 1).bit_length())
         rows = self._all_gather(np.frombuffer(raw.ljust(room, b"\0"), np.uint8))
         return [row[:size].tobytes().decode(errors="surrogateescape") for row, size in zip(rows, sizes, strict=True)]
 
     def gather_number(self, number: float) -> list[float]:
-        """Return every process's number, by rank; waits for all. Bytes: 8 a process."""
+        """Return every process's number by rank; waits for all processes. Bytes: 8 a process."""
         return self._all_gather(np.array([number], np.float64))[:, 0].tolist()  # type: ignore[no-any-return]
 
     def gathered(self, numbers: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
-        """Return the numbers of all pipe ranks in one order, so that sums are the same everywhere.
+        """Return the numbers of all pipe ranks in the same order everywhere, so that sums of them agree bit by bit.
 
-        `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
+        Args:
+            numbers: An entry for each pipe rank of this process; every process must have the same number of entries.
+
+        Returns:
+            A row for each pipe rank. Bytes: 8 a number.
         """
         local = np.array([numbers[pp_rank] for pp_rank in sorted(numbers)], np.float64)
         return self._all_gather(local).reshape(-1, local.shape[-1]).tolist()  # type: ignore[no-any-return]
 
 
 class LocalSync(HostSync):
-    """The one process of a run: nothing is sent."""
+    """Exchanges of a run with one process: nothing is sent."""
 
     def _all_gather(self, local: np.ndarray) -> np.ndarray:
         return local[None]
 
     def any_before(self, flag: bool) -> bool:
-        """Return the flag: there is nobody to wait for."""
+        """Return the flag, since there is nobody to wait for."""
         return flag
 
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
@@ -89,7 +97,11 @@ class LocalSync(HostSync):
 
 
 class MpiSync(HostSync):
-    """Over a duplicate of an MPI communicator; waiting does not spin, which would take a core from the peer."""
+    """Exchanges over a duplicate of an MPI communicator.
+
+    Args:
+        comm: Communicator of all processes; duplicating it is collective.
+    """
 
     def __init__(self, comm: "MPI.Comm"):
         self._comm = comm.Dup()
@@ -97,7 +109,7 @@ class MpiSync(HostSync):
         self._pending: tuple[Any, np.ndarray, np.ndarray] | None = None
 
     def another(self) -> "MPI.Comm | None":
-        """Return another communicator of these ranks, for a thread; None where MPI allows none. Collective."""
+        """Return a further communicator of these ranks for a thread; None without THREAD_MULTIPLE. Collective."""
         from mpi4py import MPI
 
         return self._comm.Dup() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
@@ -116,14 +128,22 @@ class MpiSync(HostSync):
             self._wait(request)
             previous = bool(total[0])
         local, total = np.array([flag], np.uint8), np.zeros(1, np.uint8)
-        self._pending = (self._comm.Iallreduce(local, total, MPI.MAX), total, local)  # buffers live until it is done
+        # MPI reads and writes the buffers until the reduction is complete, so they must stay alive with the request.
+        self._pending = (self._comm.Iallreduce(local, total, MPI.MAX), total, local)
         return previous
 
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
-        """Give the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
+        """Swap two arrays of the same shape and layout between the pipe ranks `first` and `last`.
 
-        `values` has an entry for each of the two pipe ranks in this process; of the communicator's ranks only these two
-        call MPI. Bytes: the local shards, each way.
+        Only the processes of these two pipe ranks send anything. Bytes: the local shards, each way.
+
+        Args:
+            values: The array of each of the two pipe ranks that this process has.
+            first: One pipe rank.
+            last: The other pipe rank.
+
+        Returns:
+            The other pipe rank's array, on this one's mesh.
         """
         import jax
 
@@ -146,6 +166,7 @@ class MpiSync(HostSync):
 
     @staticmethod
     def _wait(request: "MPI.Request") -> None:
+        # Sleep between tests: MPI's own wait spins, which would take a core from a peer on the same host.
         pause = 20e-6
         while not request.Test():
             time.sleep(pause)
@@ -153,7 +174,11 @@ class MpiSync(HostSync):
 
 
 class JaxSync(HostSync):
-    """Over the devices of one `jax.distributed` world, where no MPI connects the processes (`srun`)."""
+    """Exchanges over the devices of a `jax.distributed` world, for processes that MPI does not connect (`srun`).
+
+    Args:
+        grid: The grid, whose mesh spans all processes.
+    """
 
     def __init__(self, grid: Grid):
         import jax
@@ -169,13 +194,14 @@ class JaxSync(HostSync):
     def _all_gather(self, local: np.ndarray) -> np.ndarray:
         from jax.experimental import multihost_utils
 
-        # As bytes: jax would round numbers of 8 bytes.
+        # Send bytes: jax would round 8-byte numbers to 32 bits.
         rows = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(local).reshape(-1).view(np.uint8)))
         return rows.reshape(self.size, -1).view(local.dtype).reshape(self.size, *local.shape)
 
     def any_before(self, flag: bool) -> bool:  # noqa: D102
         import jax
 
+        # Reading the pending flag blocks only until the previous call's reduction is complete.
         previous = self._pending is not None and bool(self._pending)
         local = np.full((self._local,), flag, np.int32)
         self._pending = self._largest(jax.make_array_from_process_local_data(self._split, local))
@@ -183,9 +209,17 @@ class JaxSync(HostSync):
 
 
 def host_sync(grid: Grid) -> HostSync:
-    """Return the connection of a run's processes: MPI if all are MPI ranks, else jax; collective over all processes."""
+    """Return the exchange between a run's processes; collective over all of them.
+
+    Args:
+        grid: The grid of the run.
+
+    Returns:
+        MPI's if all processes are MPI ranks, otherwise jax's.
+    """
     if grid.size == 1:
         return LocalSync()
+    # `sys.modules` instead of an import, which would initialize MPI in a run that does without it.
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
@@ -196,13 +230,13 @@ def host_sync(grid: Grid) -> HostSync:
 
 @contextlib.contextmanager
 def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None]:
-    """Run a part in which each process may fail, and raise the first one's error on all of them.
+    """Context in which any process may fail; at its end the first rank's error is raised on all processes.
 
-    The field of a ``UserError`` says whose it is, where the first process has none.
+    The field of a ``UserError`` names the rank, unless it is rank 0. Collective: one `gather` at the end.
 
     Args:
-        sync: Connection of the processes, all of which must run the part.
-        kind: ``UserError``, or an exception made of its text. Any other error leaves the part at once.
+        sync: Exchange between the processes, all of which must enter the context.
+        kind: ``UserError``, or an exception type that is constructed from its text. Other errors propagate immediately.
     """
     local_error, fault = None, ""
     try:
@@ -213,7 +247,7 @@ def together(sync: HostSync, kind: type[Exception] = UserError) -> Iterator[None
         fault = json.dumps(parts)
     for rank, text in enumerate(sync.gather(fault)):
         if text and rank == sync.rank and local_error is not None:
-            raise local_error  # as it is: a value that is no text is shown as one elsewhere
+            raise local_error  # the original, whose value need not be a text as on the other processes
         if text and kind is UserError:
             field, value, accepted = json.loads(text)
             raise UserError(f"rank {rank}'s {field}" if rank else field, value, accepted)
@@ -228,18 +262,25 @@ def only_run_in(
     say: Callable[[str], None],
     refusal: Callable[[str, str], Exception] = _REFUSAL,
 ) -> Iterator[None]:
-    """Hold a run's directory; the run's first process does that for all of them.
+    """Context that locks a run's directory against other runs; collective over all processes.
 
-    The directory is made, and removed in the end if it stays empty, as on bad input.
+    Rank 0 creates and locks the directory, and removes it at the end if it is still empty, as after bad input.
 
-    Raises the `refusal` of the directory and what is accepted on all processes where another run holds the directory,
-    it cannot be written, or processes do not share it; nothing in it has been touched then.
+    Args:
+        directory: The run directory.
+        sync: Host exchange between the processes.
+        say: Printer of a line for people.
+        refusal: Constructor of the error from the directory and what would be accepted.
+
+    Raises:
+        UserError: Or the error that `refusal` returns, on all processes: another run has the lock, the directory cannot
+            be written, or the processes do not share it. Nothing in the directory has changed then.
     """
     with contextlib.ExitStack() as stack:
         fault = ""
         if sync.rank == 0:
             try:
-                stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
+                stack.enter_context(made(Path(directory)))  # so that a run that cannot start leaves no directory
                 if not stack.enter_context(held(Path(directory) / LOCK)):
                     say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
             except Held as holder:
@@ -248,6 +289,7 @@ def only_run_in(
                 fault = f"a directory that can be written in: {error.strerror or error}"
         if (fault := sync.gather(fault)[0]) != "":
             raise refusal(directory, fault)
+        # Compare the lock's content with rank 0's, since a path may exist on several hosts without being shared.
         lock = Path(directory) / LOCK
         locks = sync.gather(lock.read_text() if in_sight(lock) else "")
         if unshared := [rank for rank, content in enumerate(locks) if content != locks[0]]:

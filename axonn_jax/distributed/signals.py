@@ -1,4 +1,4 @@
-"""Signals that end a run: the first after a save, a second at once."""
+"""Signals that end a run: the first one after a save, a second one immediately."""
 
 import contextlib
 import os
@@ -14,19 +14,21 @@ from axonn_jax.distributed.host_sync import HostSync
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that stop a run: SIGUSR1, the warning passed on by Slurm and mpirun; SIGHUP, a closed terminal."""
-_SAME_S = 0.5  # launchers repeat a signal that they have also passed on
+_SAME_S = 0.5  # seconds in which a repeated signal counts as the same: launchers send and forward it
 
 
 def handled() -> list[signal.Signals]:
-    """Signals of `SIGNALS` to act upon: not SIGHUP where the process was started to ignore it, as by ``nohup``."""
+    """Return the signals to handle: all of `SIGNALS`, except SIGHUP if the process ignores it, as under ``nohup``."""
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class StopSignals:
-    """Signals that stop a run, noted from a thread, so a second one works during a wait for devices.
+    """Context in which signals stop a run; a thread notes them, so a second one works during a wait for devices.
 
-    `peer_failed` is asked at SIGTERM, with which launchers end the rest of a broken run: if True there is nothing to
-    save together, and this class does nothing.
+    Args:
+        sync: Host exchange between the processes.
+        peer_failed: Called at SIGTERM, with which launchers end the surviving processes of a broken run. If it returns
+            True, the processes cannot save together any more, and the signal is ignored here.
     """
 
     def __init__(self, sync: HostSync, peer_failed: Callable[[], bool]):
@@ -39,7 +41,10 @@ class StopSignals:
         self._thread = threading.Thread(target=self._listen, name="axonn-stop", daemon=True)
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # only there can signals be taken
+        # Python allows signal handlers to be set from the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            # The handlers do nothing: Python runs them only between bytecodes of the main thread, which may be waiting
+            # for devices. The wake-up descriptor is written immediately, and the thread reads it.
             for number in handled():
                 self._handlers[number] = signal.signal(number, lambda *_: None)
             self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -57,14 +62,18 @@ class StopSignals:
             self._thread.join(5)
 
     def requested(self, fault: str) -> bool:
-        """True if the run shall end after this step; the same on every process, and asked by all after each step.
+        """Return True if the run must end after this step; collective, called by all processes after each step.
 
-        A fault here ends it too, on several processes a step later, for which all must have a batch.
+        With several processes the answer is that of the previous step (`HostSync.any_before`), so the run ends a step
+        later, for which all processes must have a batch.
+
+        Args:
+            fault: Fault of this process's data, which ends the run too; empty without one.
         """
         return self._sync.any_before(bool(self._number or fault))
 
     def number(self) -> int:
-        """Return the signal that ended the run, agreed by all processes, even by those without the signal."""
+        """Return the signal that ended the run, the same on all processes, even on those that did not receive it."""
         return int(max(self._sync.gather_number(self._number)))
 
     def _listen(self) -> None:
@@ -81,9 +90,10 @@ class StopSignals:
                 return
             self._number, self._at = number, now
             self._say(f"{signal.Signals(number).name}: saving after this step, then ending; a second one ends at once")
-        elif number != signal.SIGHUP and now - self._at > _SAME_S:  # a shell repeats the kernel's SIGHUP
+        # A shell repeats the SIGHUP that the kernel has sent, at any later time.
+        elif number != signal.SIGHUP and now - self._at > _SAME_S:
             self._say(f"{signal.Signals(number).name} once more: ended without saving")
-            os._exit(128 + number)
+            os._exit(128 + number)  # an orderly exit would wait for devices and peers
 
     def _say(self, line: str) -> None:
         if self._sync.rank == 0:
