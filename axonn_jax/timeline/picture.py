@@ -1,7 +1,7 @@
-"""Picture of a step, measured or simulated: a row a pipe rank, as wide as a page shows it.
+"""Picture of a pipelined step, measured or simulated, with a row for each pipe rank.
 
-A step whose tasks would be too narrow to tell apart is continued on up to three lines. Of a longer one three parts are
-shown: where it fills, its middle, and where it drains. Above them a strip has all of it, dark where ranks work.
+A step whose tasks would be too narrow to tell apart is continued on up to three lines. An even longer one is shown in
+three parts: its fill, its middle, and its drain. A strip above them shows the full step, dark where ranks work.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,19 @@ COLORS: dict[Kind, str] = {
     "communication": "#cc79a7",
     "optimizer": "#4d4d4d",
 }
-"""Okabe and Ito's colours, which the colour-blind tell apart."""
+"""Okabe and Ito's palette, which colour-blind readers can distinguish."""
 _WITHOUT_MICROBATCH: tuple[Kind, ...] = ("communication", "optimizer")
 _IDLE, _INK, _GREY = "#e9e9ec", "#22252b", "#5b606b"
 _WIDTH, _DPI = 8.0, 200
-"""Inches and their pixels: shown 800 pixels wide, an inch is 100 of them."""
+"""Width in inches and pixels per inch; a page shows the picture 800 pixels wide, at half the resolution."""
 _ACROSS = 6.9
-"""Inches of the data beside the labels."""
+"""Width of the data in inches, without the labels."""
 _NARROWEST, _LEGIBLE = 0.06, 0.11
-"""Inches of the usual task of the shortest kind: below the first a step is cut, into lines of the second at best."""
+"""Widths in inches of a median task of the shortest kind: a step with narrower ones than the first is continued on
+further lines, on which they get the second if possible."""
 _MOST_LINES = 3
 _STRIP_PIXELS = 1400
-# A row's parts, in rows: its tasks, and the strip of its communication below them.
+# Offset and height of a row's boxes, in rows: its tasks, and below them the strip of its communication.
 _TASKS = (-0.44, 0.7)
 _STRIP = (0.28, 0.13)
 _MIDDLE = _TASKS[0] + _TASKS[1] / 2
@@ -48,14 +49,15 @@ class _Scale(NamedTuple):
     start: float
     """Start of the first task, in seconds of the spans' clock."""
     per_second: float
+    """Units per second."""
     unit: str
-    """Unit of displayed times; `per_second` of them are a second."""
+    """Unit of displayed times."""
     ranks: int
     chunks: int
-    """Virtual stages of a rank; the further ones are paler."""
+    """Number of virtual stages per rank; later ones are paler."""
 
     def at(self, seconds: float) -> float:
-        """Return a moment of the spans' clock in units from the first task's start."""
+        """Return the position of a time of the spans' clock, in units from the start of the first task."""
         return (seconds - self.start) * self.per_second
 
     def face(self, span: Span) -> tuple[float, float, float]:
@@ -68,7 +70,7 @@ class _Scale(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Stretch of a step on a line of its own, in seconds from the first task's start."""
+    """Interval of a step that is drawn on one line, in seconds from the start of the first task."""
 
     title: str
     start: float
@@ -78,13 +80,20 @@ class _Line(NamedTuple):
 def draw(
     spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, simulated: bool = False
 ) -> None:
-    """Draw one step as a PNG, by default the last whole one; a simulated one's heading has no number of the step.
+    """Draw a step as a PNG.
 
-    Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. Times before the
-    first task and after the last are not shown.
+    Tasks show the number of their microbatch where it fits; virtual stages of a rank differ in shade. Times before the
+    first task and after the last one are not shown.
+
+    Args:
+        spans: Spans of all ranks.
+        path: The file to write.
+        title: Start of the heading.
+        step: The step; None: the last complete one.
+        simulated: True to omit the step's number from the heading.
 
     Raises:
-        ValueError: there is no task in that step.
+        ValueError: There is no task in that step.
     """
     step = last_whole_step(spans) if step is None else step
     ranks = ranks_of(spans)
@@ -118,7 +127,8 @@ def draw(
         _decorate(axes, line, scale, used, rows * ranks, idle=not strip)
         _draw_boxes(axes, part, scale)
     _draw_legend(figure, [kind for kind in KINDS if any(span.kind == kind for span in spans)])
-    figure.draw_without_rendering()  # the layout decides how wide a box is, and need not be found again
+    # Font sizes depend on the boxes' widths, so settle the layout first; the numbers must not start it again.
+    figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes, line, part in zip(panels[len(strip) :], lines, shown, strict=True):
         tasks = [span for span in part if span.kind not in _WITHOUT_MICROBATCH and span.microbatch is not None]
@@ -128,7 +138,6 @@ def draw(
 
 
 def _lines(spans: Sequence[Span], length: float) -> list[_Line]:
-    """Return the stretches to draw: the whole step, on several lines if need be, or its two ends and its middle."""
     shortest = max(min(_usual_widths(spans).values(), default=length), length * 1e-7)
     most = shortest * _ACROSS / _NARROWEST  # seconds on a line
     count = -(-length // most)
@@ -137,7 +146,7 @@ def _lines(spans: Sequence[Span], length: float) -> list[_Line]:
     if count <= _MOST_LINES:
         count = min(_MOST_LINES, -(-length * _LEGIBLE // (shortest * _ACROSS)))
         return [_Line("", length * at / count, length * (at + 1) / count) for at in range(int(count))]
-    # A line has the time until every rank has had a backward, and half as much, where tasks do not get far too narrow.
+    # A line covers 1.5 times the time until every rank has started a backward, unless tasks would get far too narrow.
     start, _ = window(spans)
     first: dict[int, float] = {}
     for span in spans:
@@ -149,7 +158,7 @@ def _lines(spans: Sequence[Span], length: float) -> list[_Line]:
 
 
 def _bare(axes: Any, used: Sequence[float], inches: float, *, right: bool) -> None:
-    """Labels ranks on the left and their idle shares on the `right`, as many as fit, and takes all frames away."""
+    """Label ranks on the left and their idle shares on the `right`, as many as fit, and remove all frames."""
     shown = range(0, len(used), -int(-len(used) // max(1, inches // 0.115)))
     heights = [rank + _MIDDLE for rank in shown]
     size = 8 if len(shown) <= 8 else 6.5
@@ -164,7 +173,6 @@ def _bare(axes: Any, used: Sequence[float], inches: float, *, right: bool) -> No
 
 
 def _decorate(axes: Any, line: _Line, scale: _Scale, used: Sequence[float], inches: float, *, idle: bool) -> None:
-    """Set up the axes of a line: ranks, time, and rows in the colour of idle time."""
     ends = (line.start * scale.per_second, line.end * scale.per_second)
     axes.set_xlim(*ends)
     axes.set_ylim(len(used) - 0.5, -0.5)
@@ -180,7 +188,7 @@ def _decorate(axes: Any, line: _Line, scale: _Scale, used: Sequence[float], inch
 def _draw_strip(
     axes: Any, spans: Sequence[Span], lines: Sequence[_Line], scale: _Scale, used: Sequence[float], inches: float
 ) -> None:
-    """Draw the whole step in small: the share of each pixel's time that a rank works; marks at the lines."""
+    """Draw the strip of the full step: each pixel shows a rank's busy share of its time; mark the lines' intervals."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -191,6 +199,7 @@ def _draw_strip(
     for span in sorted((span for span in spans if span.is_task), key=lambda span: span.start):
         by_rank.setdefault(span.rank, []).append(span)
     for rank, tasks in by_rank.items():
+        # Tasks may overlap: let each one count from where all earlier ones have ended.
         until = np.maximum.accumulate([span.end for span in tasks])
         begin = np.maximum([span.start for span in tasks], np.concatenate([[scale.start], until[:-1]]))
         times = np.stack([begin, np.maximum(until, begin)], 1).ravel()
@@ -215,14 +224,14 @@ def _draw_boxes(axes: Any, spans: Sequence[Span], scale: _Scale) -> None:
         shown = [span for span in spans if span.is_task == tasks]
         boxes = [(scale.at(span.start), scale.at(span.end), span.rank + top) for span in shown]
         faces = [scale.face(span) for span in shown]
-        # A white seam parts tasks; the strip has edges of its own colour, or short messages would vanish.
+        # A white edge separates tasks. Communication gets edges of its colour, or short messages would vanish.
         _add_boxes(axes, boxes, height, faces, *(("white", 0.3) if tasks else (faces, 0.4)))
 
 
 def _add_boxes(
     axes: Any, boxes: Sequence[tuple[float, float, float]], height: float, faces: Any, edges: Any, seam: float
 ) -> None:
-    """Add boxes (left, right, top), in the order of their calls."""
+    # One collection for all boxes, of which a step may have many thousands; later calls draw over earlier ones.
     from matplotlib.collections import PolyCollection
 
     corners = [[(a, top), (b, top), (b, top + height), (a, top + height)] for a, b, top in boxes]
@@ -230,7 +239,7 @@ def _add_boxes(
 
 
 def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
-    """Microbatch numbers, of one size and direction for tasks of one kind except in unusually narrow ones."""
+    """Write microbatch numbers; tasks of a kind share size and direction, except for unusually narrow ones."""
     if len(tasks) > _MOST_NUMBERS:
         return
     area = axes.get_window_extent()
@@ -243,7 +252,7 @@ def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
         text = str(span.microbatch)
         most, angle = usual[span.kind]
         size, angle = _fit((span.end - span.start) * points_per_second, row_points, len(text), turn=angle == 90)
-        size = round(2 * min(size, most)) / 2  # of few sizes, which matplotlib remembers
+        size = round(2 * min(size, most)) / 2  # few distinct sizes, since matplotlib caches text layouts
         if size < 3.5:
             continue
         red, green, blue = scale.face(span)
@@ -262,15 +271,15 @@ def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
 
 
 def _fit(width: float, height: float, digits: int, turn: bool = False) -> tuple[float, int]:
-    """Return the size, in points, of a number that fits into a box, and its angle: turned if only that is legible."""
-    # A digit of the default font is 0.64 of its size wide and 0.73 of it high.
+    """Return the font size in points and the angle at which a number fits into a box; turned only if it must be."""
+    # A digit of the default font is 0.64 of its size wide, and 0.73 of it high.
     upright = min(8.0, (width - 1.0) / (0.64 * digits), (height - 2) / 0.8)
     turned = min(6.0, (width - 0.6) / 0.74, (height - 1.5) / (0.64 * digits))
     return (turned, 90) if turn or upright < min(4.5, turned) else (upright, 0)
 
 
 def _usual_widths(spans: Sequence[Span]) -> dict[Kind, float]:
-    """Return the median duration in seconds of each kind of task that is of a microbatch."""
+    """Return the median duration in seconds of each kind of microbatch task."""
     lengths: dict[Kind, list[float]] = {}
     for span in spans:
         if span.kind not in _WITHOUT_MICROBATCH:

@@ -1,4 +1,4 @@
-"""Profile of some steps of a run: traces of jax.profiler, and where the devices' time goes by them."""
+"""Profile of some steps of a run: traces of jax.profiler, and a summary of the devices' time."""
 
 import contextlib
 import glob
@@ -17,17 +17,24 @@ import jax
 from axonn_jax.timeline.spans import covered
 
 FOLDER = "profile"
-"""Folder of the traces in a run's directory; each process has its own in it."""
+"""Folder of the traces in a run's directory, with a folder for each process."""
 TRACE = "perfetto_trace.json.gz"
-_LONGEST = 10  # operations shown
+_LONGEST = 10  # operations in the summary
 Interval = tuple[float, float]
 
 
 class Profile:
     """Trace of the steps of `log.profile` by jax.profiler, in `profile/rank_N` of the run's directory.
 
-    What is traced begins when all earlier steps have ended, and ends with the last step. A run that ends in between
-    keeps what is there; one without a trace that goes on `behind` a step traces what is left of the steps.
+    The trace starts when all earlier steps have finished, and ends with the last step. If the run ends in between, the
+    partial trace is kept.
+
+    Args:
+        steps: The steps to trace.
+        directory: The run directory.
+        rank: Rank of this process.
+        say: Printer of a line for people.
+        behind: Step after which the run resumes; without an earlier trace, the remaining steps are traced.
     """
 
     def __init__(self, steps: range, directory: Path, rank: int, say: Callable[[str], None], *, behind: int = 0):
@@ -42,18 +49,19 @@ class Profile:
         return self
 
     def before(self, step: int, last: Any) -> None:
-        """Begin in front of the first of the steps, once the results `last` of the step before are there."""
+        """Start the trace before its first step, once the results `last` of the previous step are ready."""
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
             shutil.rmtree(self._folder, ignore_errors=True)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # calls, as of a compilation, would leave operations no room
+            # The trace has a limited size, and Python calls, such as those of a compilation, would fill it.
+            options.python_tracer_level = 0
             with self._failures_reported():
                 jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
     def after(self, step: int, results: Any) -> None:
-        """End behind the last of the steps, once its `results` are there, and tell what the trace shows."""
+        """End the trace after its last step, once its `results` are ready, and print the summary."""
         self._traced += self._running
         if self._running and step == self._steps[-1]:
             jax.block_until_ready(results)
@@ -74,7 +82,7 @@ class Profile:
 
     @contextlib.contextmanager
     def _failures_reported(self) -> Iterator[None]:
-        """Turn a failure of the profiler into a line: the run goes on without a profile."""
+        """Turn a failure of the profiler into a warning, so that the run continues without a profile."""
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:
@@ -88,13 +96,21 @@ class Profile:
 
 
 def summary(directory: Path, steps: int) -> list[str]:
-    """Return lines on a trace of so many steps: the share of time in which a device works, and the longest operations.
+    """Summarize a trace: the share of time in which the devices are busy, and the longest operations.
 
-    A device works while an operation of XLA runs on it; an operation's time is that on all devices of the process.
+    A device is busy while an XLA operation runs on it; an operation's time is the sum over the process's devices.
+
+    Args:
+        directory: Folder of the trace.
+        steps: Number of traced steps.
+
+    Returns:
+        Lines for people.
 
     Raises:
-        OSError: there is no trace that can be read.
+        OSError: There is no readable trace.
     """
+    # The profiler adds a folder per trace, so take the newest; the run directory's name may contain wildcards.
     files = sorted(glob.glob(f"{glob.escape(str(directory))}/**/{TRACE}", recursive=True), key=os.path.getmtime)
     if not files:
         raise OSError("jax.profiler left no trace")

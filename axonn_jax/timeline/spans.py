@@ -1,4 +1,4 @@
-"""Spans of a pipelined step, measured or simulated: recording, one clock for all ranks, idle shares."""
+"""Spans of a pipelined step, measured or simulated: recording, a common clock for all ranks, idle shares."""
 
 import math
 import re
@@ -32,18 +32,18 @@ KIND_OF: dict[tuple[TaskKind, ...], Kind] = {
     (TaskKind.FORWARD, TaskKind.BACKWARD): "forward_and_backward",
     (TaskKind.FORWARD, TaskKind.BACKWARD_INPUT): "forward_and_input_gradient",
 }
-"""The kind of span that a program's tasks are: one, or two in a row."""
+"""Kind of the span of a program, by its task or its two consecutive tasks."""
 
-_CLOCK_ROUNDS = 8
+_CLOCK_ROUNDS = 8  # exchanges to compare two clocks, of which the quickest counts
 _TASK = re.compile(r"(\d{1,9})\.(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a rank did from `start` to `end`, in seconds of a monotonic clock.
+    """Activity of a rank from `start` to `end`, in seconds of a monotonic clock.
 
-    `rank` is the pipe rank, `name` the task's: "F3.12" is the forward of microbatch 12 in stage 3, which
-    with virtual stages is another number than the rank. The name of communication ends like that of its task.
+    `rank` is the pipe rank and `name` that of the task: "F3.12" is the forward of microbatch 12 in stage 3, a number
+    that differs from the rank with virtual stages. The name of communication ends with the numbers of its task.
     """
 
     rank: int
@@ -55,22 +55,29 @@ class Span:
 
     @property
     def stage(self) -> int | None:
-        """Number of the stage in the name, None without one."""
+        """Number of the stage in the name; None if there is none."""
         return int(match[1]) if (match := _TASK.search(self.name)) else None
 
     @property
     def microbatch(self) -> int | None:
-        """Number of the microbatch in the name, None without one."""
+        """Number of the microbatch in the name; None if there is none."""
         return int(match[2]) if (match := _TASK.search(self.name)) else None
 
     @property
     def is_task(self) -> bool:
-        """True if the span is work of the device, not communication."""
+        """True if the span is computation, not communication."""
         return self.kind != "communication"
 
 
 class Recorder:
-    """Spans of the last `steps` steps; several threads may add without a lock."""
+    """Recorder of the spans of the last steps; several threads may add spans without a lock.
+
+    Args:
+        steps: Number of steps to keep.
+
+    Raises:
+        ValueError: `steps` is below 1.
+    """
 
     def __init__(self, steps: int = 4):
         if steps < 1:
@@ -79,51 +86,71 @@ class Recorder:
         self._steps: dict[int, list[tuple[int, str, Kind, float, float, int]]] = {}
 
     def add(self, rank: int, name: str, kind: Kind, start: float, end: float, step: int) -> None:
-        """Record a span, times in seconds; a span of a step that was dropped already is dropped too."""
+        """Record a span.
+
+        Args:
+            rank: Pipe rank.
+            name: Name of the task.
+            kind: Kind of the task.
+            start: Start in seconds of the monotonic clock.
+            end: End in seconds.
+            step: Step; a span of a step that has been dropped is dropped, too.
+        """
         spans = self._steps.get(step)
         if spans is None:
-            # Each line is one operation on the dictionary, so a thread that comes between two of them does no harm.
+            # Without a lock: each line is a single operation on the dictionary, so threads may interleave between them.
             spans = self._steps.setdefault(step, [])
             for old in sorted(self._steps)[: -self._limit]:
                 self._steps.pop(old, None)
         spans.append((rank, name, kind, start, end, step))
 
     def spans(self, step: int | None = None) -> list[Span]:
-        """Return the spans of a step, or of all steps kept, in the order in which they were added."""
+        """Return the spans of a step, or of all recorded steps, in the order in which they were added."""
         steps = sorted(self._steps.items()) if step is None else [(step, self._steps.get(step, []))]
         return [Span(*fields) for _, spans in steps for fields in tuple(spans)]
 
 
 def estimate_offset(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return how many seconds the remote clock is ahead of the local one, wrong by half the least round trip at most.
+    """Estimate how many seconds the remote clock is ahead of the local one.
 
-    A sample is (local time of sending, remote time of answering, local time of receiving). The quickest exchange had
-    the least room for an asymmetric delay, so it alone counts, as in NTP.
+    Args:
+        samples: Exchanges as (local time of sending, remote time of answering, local time of receiving) in seconds.
+
+    Returns:
+        The offset in seconds, with an error of at most half of the shortest round trip.
 
     Raises:
-        ValueError: there is no sample, or one was received before it was sent.
+        ValueError: There is no sample, or one was received before it was sent.
     """
     if not samples or any(received < sent for sent, _, received in samples):
         raise ValueError("a clock offset needs samples (sent, remote, received) with sent <= received")
+    # As in NTP, only the quickest exchange counts: it left the least room for an asymmetric delay.
     sent, remote, received = min(samples, key=lambda sample: sample[2] - sample[0])
     return remote - (sent + received) / 2
 
 
 def shift(spans: Iterable[Span], offset: float) -> list[Span]:
-    """Return the spans `offset` seconds later: with `estimate_offset`'s result, on the remote clock."""
+    """Return the spans shifted by `offset` seconds; the result of `estimate_offset` moves them to the remote clock."""
     return [replace(span, start=span.start + offset, end=span.end + offset) for span in spans]
 
 
 def merge(spans_by_rank: Iterable[Iterable[Span]]) -> list[Span]:
-    """Return the spans of all ranks, which must be on one clock, in one list by their start."""
+    """Return the spans of all ranks, which must use the same clock, in one list sorted by start."""
     return sorted((span for spans in spans_by_rank for span in spans), key=lambda span: (span.start, span.end))
 
 
 def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
-    """Return the spans of all pipe ranks on rank 0's clock, there; elsewhere an empty list.
+    """Collect the spans of all pipe ranks on pipe rank 0.
 
-    Collective over `pipe` (None: one process, which has them all): a few messages of 8 bytes with every rank to
-    compare clocks, then its spans, about 100 bytes each.
+    Collective over `pipe`: a few messages of 8 bytes with every rank to compare clocks, then its spans, about 100 bytes
+    each.
+
+    Args:
+        recorder: This process's spans.
+        pipe: Communicator of the pipe's ranks; None for one process, which has all spans.
+
+    Returns:
+        All spans on rank 0's clock, sorted by start, on rank 0; an empty list on all other ranks.
     """
     local = recorder.spans()
     if pipe is None:
@@ -148,22 +175,23 @@ def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
 
 
 def steps_of(spans: Iterable[Span]) -> list[int]:
-    """Return the steps that have spans, in order."""
+    """Return the steps that have spans, in ascending order."""
     return sorted({span.step for span in spans})
 
 
 def ranks_of(spans: Iterable[Span]) -> int:
-    """Return the number of pipe ranks, of which the last has at least one span."""
+    """Return the number of pipe ranks, assuming that the last one has a span."""
     return max((span.rank for span in spans), default=-1) + 1
 
 
 _LAST: frozenset[Kind] = frozenset({"backward", "weight_gradient", "forward_and_backward", "optimizer"})
-"""Kinds of a microbatch's last task on a rank, and of a step's. A step has as many of them however backward passes are
-split."""
+"""Kinds of the last task of a microbatch on a rank, and of a step. Every complete step has the same number of them,
+however backward passes are split."""
 
 
 def last_whole_step(spans: Iterable[Span]) -> int | None:
-    """Return the last step that ended as often as any: a run that is stopped leaves its last step unfinished."""
+    """Return the last complete step, or None without one."""
+    # A stopped run leaves its last step unfinished: count the final tasks, of which complete steps have the most.
     ends: dict[int, int] = {}
     for span in spans:
         ends[span.step] = ends.get(span.step, 0) + (span.kind in _LAST)
@@ -173,30 +201,34 @@ def last_whole_step(spans: Iterable[Span]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Use of a rank's time in one step, as shares of the time from the first task to the end of the last.
-
-    `idle` is the share without a task, `shares` has that of every kind, `exposed` that of communication that no task
-    hid, which is part of it.
-    """
+    """Usage of a rank's time in a step, as shares of the time from the first task's start to the last one's end."""
 
     rank: int
     idle: float
+    """Share of the time without a task."""
     shares: Mapping[Kind, float]
+    """Share of each kind of span."""
     exposed: float
+    """Share of communication that no task hides, which is part of `idle`."""
 
 
 def window(spans: Iterable[Span]) -> tuple[float, float]:
-    """Return when the first task started and the last one ended, in seconds; (0, 0) without tasks."""
+    """Return the start of the first task and the end of the last one, in seconds; (0, 0) without tasks."""
     tasks = [span for span in spans if span.is_task]
     return min((span.start for span in tasks), default=0.0), max((span.end for span in tasks), default=0.0)
 
 
 def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
-    """Return the use of each rank's time in one step, for `ranks` ranks; a rank without tasks was idle throughout.
+    """Return the usage of each rank's time in a step.
+
+    Args:
+        spans: Spans of the step.
+        ranks: Number of ranks; one without tasks is idle all the time.
 
     Raises:
-        ValueError: the spans are of more than one step, whose pause between would count as idle.
+        ValueError: The spans are of more than one step.
     """
+    # The pause between two steps would count as idle time.
     if len(steps_of(spans)) > 1:
         raise ValueError(f"spans of one step, not of {steps_of(spans)}")
     start, end = window(spans)
@@ -217,7 +249,7 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
 
 
 def covered(parts: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds in which at least one of the parts, from and to, lasts."""
+    """Return the length of the union of intervals (start, end)."""
     total, until = 0.0, -math.inf
     for start, end in sorted(parts):
         if end > until:

@@ -1,4 +1,4 @@
-"""Trace file of a timeline: Chrome's trace event format, which Perfetto opens."""
+"""Trace files of timelines, in Chrome's trace event format, which Perfetto opens."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from axonn_jax.timeline.spans import KINDS, Kind, Span, merge
 TIMELINE = "timeline.json"
 
 MOST_RANKS = 1024
-"""Largest number of pipe ranks in a timeline to read, for a picture that can still be opened."""
+"""Largest number of pipe ranks in a timeline to read, so that its picture can still be opened."""
 _MOST_BYTES, _MOST_SPANS, _MOST_LINE = 300_000_000, 500_000, 1000
 _SLICE = b'\n{"ph": "X"'
 _EVENT = re.compile(_SLICE + rb"[^\n]*")
@@ -28,23 +28,27 @@ _MESSAGES: dict[Kind, tuple[tuple[str, int], ...]] = {
     "forward_and_backward": (("activation", 1), ("gradient", -1)),
     "forward_and_input_gradient": (("activation", 1), ("gradient", -1)),
 }
-"""Messages that a task of each kind sends, with the distance in stages."""
-# The thread of a stage on which its communication is shown; its tasks are on threads from 0.
+"""Messages that a task of each kind sends, with the number of stages to the receiver."""
+# First thread of a stage's communication in the viewer; its tasks are on threads from 0.
 _COMMUNICATION_THREAD = 1000
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write the spans in Chrome's trace event format, which Perfetto opens; times count from the first span's start.
+    """Write spans in Chrome's trace event format, which Perfetto opens.
 
-    A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
-    steps are left out where there are more spans than `read_trace` reads.
+    A stage is shown as a process, its tasks and its communication as threads; arrows lead from stage to stage. Times
+    count from the start of the first span.
+
+    Args:
+        path: The file, which is replaced atomically.
+        spans: The spans; the oldest steps are omitted if there are more of them than `read_trace` accepts.
     """
     counts = Counter(span.step for span in spans)
     while counts.total() > _MOST_SPANS and len(counts) > 1:
         del counts[min(counts)]
     spans = [span for span in spans if span.step in counts]
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
-    # A viewer may look while a run writes: the file is there whole, or as it was.
+    # Someone may open the file while a run rewrites it.
     replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
 
 
@@ -66,7 +70,7 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _threads(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Return each span's thread; overlapping spans go to different threads, as viewers need."""
+    # Viewers cannot show overlapping slices on the same thread, so they go to different ones.
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -78,7 +82,7 @@ def _threads(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
-    # The format counts in microseconds; rounded ends, not durations, keep neighbours from overlapping.
+    # The format counts in microseconds. Round the ends instead of the duration, or adjacent slices could overlap.
     start, end = (round((time - origin) * 1e6, 3) for time in (span.start, span.end))
     args = {"stage": span.rank if span.stage is None else span.stage, "step": span.step}
     if span.microbatch is not None:
@@ -88,7 +92,7 @@ def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
 
 
 def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Arrows along a microbatch's way: forward to the next stage, the gradient of the input to the one before."""
+    """Yield the arrows along a microbatch's path: activations to the next stage, gradients to the previous one."""
     at = {
         (message, span.step, span.stage, span.microbatch): event
         for span, event in slices
@@ -102,7 +106,7 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
         if span.stage is None:
             continue
         target = at.get((message, span.step, span.stage + onwards, span.microbatch))
-        # An arrow within a stage says nothing, and one back in time means clocks that are off by more than a task.
+        # An arrow within a rank says nothing, and one that goes back in time only shows an error of the clocks.
         if target is None or target["pid"] == event["pid"] or target["ts"] < event["ts"]:
             continue
         number += 1
@@ -113,10 +117,16 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Return the spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
+    """Read the spans of a file that `write_trace` has written.
+
+    Args:
+        path: The file, which may come from a stranger: size, events and fields are bounded.
+
+    Returns:
+        The spans sorted by start, in seconds from the start of the first one.
 
     Raises:
-        UserError: there is no such file, it is not such a trace, or is larger than a pipelined run's.
+        UserError: The file does not exist, is not such a trace, or is larger than that of a pipelined run.
     """
     try:
         raw = read_bytes(path, _MOST_BYTES)
@@ -124,6 +134,7 @@ def read_trace(path: Path) -> list[Span]:
             raise ValueError("cut off, or written by something else")
         if raw.count(_SLICE) > _MOST_SPANS:
             raise ValueError(f"more than {_MOST_SPANS:,} spans")
+        # Parse event by event, which bounds the length of each and skips arrows and metadata.
         spans: list[Span] = []
         for line in _EVENT.finditer(raw):
             if line.end() - line.start() > _MOST_LINE:
@@ -142,7 +153,8 @@ def read_trace(path: Path) -> list[Span]:
 def _span(event: Any) -> Span:
     try:
         rank, name, kind, step = event["pid"], event["name"], event["cat"], event["args"]["step"]
-        start, end = (round(time, 3) / 1e6 for time in (event["ts"], event["ts"] + event["dur"]))  # as it is written
+        # Round as in `_slice`, so that the end of a slice is again the start of the next one.
+        start, end = (round(time, 3) / 1e6 for time in (event["ts"], event["ts"] + event["dur"]))
     except (KeyError, TypeError, OverflowError):
         raise ValueError("an event without a task's fields") from None
     if not (type(rank) is int and 0 <= rank < MOST_RANKS):

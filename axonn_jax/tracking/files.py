@@ -1,4 +1,4 @@
-"""Trackers of a run, started or gone on with: TensorBoard's events, and what each was told of."""
+"""Trackers in a run directory: TensorBoard's events, and the record of what every tracker has got."""
 
 import contextlib
 import json
@@ -21,35 +21,36 @@ from axonn_jax.tracking.records import METRICS, SAMPLES, JsonLines, free_name, r
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Tracker, Trackers, Value
 
 FACTS = "tracked.json"
-"""File of a run directory: the run's id for trackers, and the last step that each was told of, by name of a value."""
+"""File of a run directory with the run's id for trackers, and the last step of every value that they have got."""
 
 
 class TensorBoard:
     """Tracker that writes TensorBoard's events into `tensorboard/`.
 
-    TensorBoard drops the steps after the one resumed; another run's events are set aside.
+    After a resume TensorBoard drops the later steps; another run's events are moved aside.
     """
 
     def start(self, run: RunFacts) -> None:
-        """Open the events behind the step that the run goes on after."""
-        # tensorboardX's own SummaryWriter is not used: its thread dies on a full disk without a word, and then its
-        # queue fills and the run stands still. Here an event is on disk when `log` returns, or `log` raises.
-        from tensorboardX.event_file_writer import EventsWriter  # the config's check has looked for it
+        """Open a new file of events."""
+        # Not tensorboardX's SummaryWriter: on a full disk its thread dies silently, its queue fills, and the run hangs.
+        # Here an event is on disk when `log` returns, or `log` raises.
+        from tensorboardX.event_file_writer import EventsWriter  # `validate.check` reports a missing library
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder, resumed = run.directory / "tensorboard", run.resumed
         if not resumed and os.path.lexists(folder):
             folder.rename(free_name(folder))
         folder.mkdir(exist_ok=True)
-        suffix = f".{resumed}" if resumed else ""  # two files of one second need two names
+        suffix = f".{resumed}" if resumed else ""  # tensorboardX names files by the second, in which a run may resume
         self._events: Any = EventsWriter(str(folder / "events"), suffix)
         if resumed:
+            # A session start makes TensorBoard discard events of this and later steps.
             start = SessionLog(status=SessionLog.START)
             self._events.write_event(Event(step=resumed + 1, session_log=start, wall_time=time.time()))
         self._events.flush()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write an event a value; a table is a text, row by row."""
+        """Write an event per value; a table becomes text, row by row."""
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
 
@@ -69,32 +70,36 @@ class TensorBoard:
         self._events.flush()
 
     def finish(self, status: int) -> None:
-        """Close the events."""
+        """Close the file of events."""
         self._events.close()
 
 
 def started(
     entries: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
 ) -> Trackers:
-    """Return a run's trackers, started, and told of the values up to `resumed` that they were not told of.
+    """Start a run's trackers, and send them the values up to the resumed step that they have not got.
 
     Args:
-        asked: The trackers.
-        directory: Run directory, which keeps the run's id and what each tracker was told of.
+        entries: The trackers.
+        directory: Run directory, which records the run's id and what every tracker has got (`FACTS`).
         config: Settings by dotted name.
-        resumed: Step that the run goes on after; 0: a new run, with a new id.
+        resumed: Step after which the run resumes; 0 for a new run, which gets a new id.
         say: Printer of a line for people.
+
+    Raises:
+        UserError: A tracker does not start, or `FACTS` cannot be written.
     """
     facts, seen, lines = _Facts(secrets.token_hex(4)), dict[str, int](), list[dict[str, Any]]()
     if resumed:
         try:
             facts = typed(_Facts, read_json(directory / FACTS, 1 << 20))
-        except FileNotFoundError:  # of before there were trackers
+        except FileNotFoundError:  # from a version without trackers
             pass
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             say(f"warning: {directory / FACTS} is damaged: {why}; trackers are told of a new run, with id {facts.id}")
-    for name in (METRICS, SAMPLES) if resumed else ():  # before lines of steps after `resumed` are dropped
+    # Read the logs now: starting `JsonLines` drops the lines after the resumed step, but services have seen them.
+    for name in (METRICS, SAMPLES) if resumed else ():
         with contextlib.suppress(OSError, ValueError):
             for record in read_records(directory / name)[0]:
                 lines += [record] if name == METRICS and record["step"] <= resumed else []
@@ -104,7 +109,8 @@ def started(
     for name in facts.asked:
         steps = {**last_steps.get(name, {})}
         last_steps[name] = {key: max(steps.get(key, 0), seen.get(key, 0)) for key in steps | seen}
-    _write_facts(directory, _Facts(facts.id, last_steps))  # one that does not start is told of all when it does
+    # Written without trackers first: one that fails to start now gets all values when it does start.
+    _write_facts(directory, _Facts(facts.id, last_steps))
     names = [f"{entry.field} = {entry.value}" for entry in entries]
     last_steps |= {
         name: seen for name, entry in zip(names, entries, strict=True) if isinstance(entry.tracker, JsonLines)
@@ -129,7 +135,7 @@ class _Facts:
     id: str
     told: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
-    """Trackers that are told of all values from here on."""
+    """Trackers that get all values from here on."""
 
 
 def _write_facts(directory: Path, facts: _Facts) -> None:
@@ -148,17 +154,17 @@ def tracked(
     config: Mapping[str, Any] = MappingProxyType({}),
     resumed: int = 0,
 ) -> Trackers:
-    """Return trackers for a training loop of your own, a context whose `log(step, loss=...)` tells all of them.
+    """Start trackers for a custom training loop: a context whose `log(step, loss=...)` sends values to all of them.
 
-    Only the run's first process tells. metrics.jsonl in the run directory is one of them; trackers get no value of a
-    step twice after a resume in the same directory, and the same run id.
+    Only rank 0 logs. metrics.jsonl in the run directory is always one of the trackers. After a resume in the same
+    directory trackers see the same run id, and get no value of a step twice.
 
     Args:
         grid: The grid, as `init` returns it.
-        directory: Run directory, which is made.
-        trackers: `tracking.services.WandbTracker`, `MlflowTracker`, `TensorBoard`, or your own (`tracker.Tracker`).
+        directory: Run directory, which is created.
+        trackers: `tracking.services.WandbTracker`, `MlflowTracker`, `TensorBoard`, or any `tracker.Tracker`.
         config: Settings by name, for trackers to show.
-        resumed: Step that the run goes on after, as `Trainer.load` returns it; 0: a new run.
+        resumed: Step after which the run resumes, as `Trainer.load` returns it; 0 for a new run.
 
     Raises:
         UserError: A tracker does not start, or the directory cannot be written.

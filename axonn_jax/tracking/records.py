@@ -1,4 +1,4 @@
-"""Records of a run in its directory: a JSON object a line, whole on disk at once, read again when the run goes on."""
+"""Records of a run in its directory: JSON objects, one per line, which a resumed run reads again."""
 
 import contextlib
 import io
@@ -15,16 +15,16 @@ from axonn_jax.options import typed
 from axonn_jax.tracking.tracker import RunFacts, Value
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-_MOST_WAITING = 2**26  # bytes of lines kept for a disk that has no room: those of some 200,000 steps
-_MOST = 2**31  # bytes read of a log: that of ten million steps
+_MOST_WAITING = 2**26  # bytes of lines to buffer while the disk is full, about 200,000 steps
+_MOST = 2**31  # largest size of a log to read in bytes, about ten million steps
 
 
 class JsonLines:
-    """Tracker that writes one JSON object a line, each line whole on disk at once.
+    """Tracker that writes one JSON object per line, each with a single write.
 
-    A run resumed after step `RunFacts.resumed` keeps the lines up to this step; otherwise an earlier run's file in the
-    same directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
-    cannot take lines does not end the run: a line says so in the end.
+    A run resumed after step `RunFacts.resumed` keeps the lines up to that step; the file of another run in the same
+    directory is kept under a numbered name, and so is a file with unreadable lines, with a warning. A full disk does
+    not end the run: lines wait for room, and a warning at the end says what is missing.
 
     Args:
         name: The file's name.
@@ -34,18 +34,18 @@ class JsonLines:
     def __init__(self, name: str = METRICS, *, warn: Callable[[str], None] = lambda text: None):
         self._name, self._warn = name, warn
         self.resumed_keys = frozenset[str]()
-        """Names of the values that are known of the step resumed."""
+        """Names of the values that the file has for the resumed step."""
         self._trouble, self._waiting, self._lost = "", b"", 0
-        """Reason for which lines were not written in time, bytes that wait for room, and lines beyond those."""
+        """Reason why lines were not written in time, bytes that wait for room, and number of lines dropped."""
 
     def start(self, run: RunFacts) -> None:
-        """Open the file, behind the step that the run goes on after."""
+        """Open the file to append after the resumed step."""
         self._path = path = run.directory / self._name
         if run.resumed:
             self._keep_until(run.resumed)
         elif os.path.lexists(path):
             path.rename(free_name(path))
-        # Without a buffer of Python's: one that is full forgets what a full disk does not take.
+        # Unbuffered: Python's buffer would lose what a full disk does not accept.
         self._file = path.open("ab", buffering=0)
 
     def _keep_until(self, step: int) -> None:
@@ -54,10 +54,11 @@ class JsonLines:
             records, damage = read_records(path) if os.path.lexists(path) else ([], "")
         except (OSError, ValueError) as error:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
+        # Rewrite into a new file and rename it, so that a crash leaves either the old file or the new one.
         rewritten = path.with_name(f".{path.name}.part")
         self.resumed_keys = frozenset(key for record in records if record["step"] == step for key in record)
         retained = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
+        rewritten.unlink(missing_ok=True)  # never write through a link that somebody put into the directory
         rewritten.write_text("".join(retained), encoding="utf-8")
         if damage:
             aside = free_name(path)
@@ -69,12 +70,12 @@ class JsonLines:
         rewritten.replace(path)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write one record of numbers and texts."""
+        """Write a record of the numbers and texts among the values."""
         if shown := {name: value for name, value in values.items() if not isinstance(value, (Path, list))}:
             self.write({"step": step, **shown})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
+        """Write a record; infinite numbers and NaN become null, since JSON has neither."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if len(self._waiting) > _MOST_WAITING:
             self._lost += 1
@@ -83,7 +84,7 @@ class JsonLines:
         self._write_waiting()
 
     def finish(self, status: int = 0) -> None:
-        """Close the file, and say where lines could not be written, or not in time."""
+        """Close the file, and warn if lines could not be written, or not in time."""
         self._write_waiting()
         with contextlib.suppress(OSError):
             self._file.close()
@@ -101,7 +102,7 @@ class JsonLines:
 
 
 def free_name(path: Path) -> Path:
-    """Return a numbered name beside a path, of which there is no file yet."""
+    """Return a path next to `path` with a number in its name that does not exist yet."""
     number = 1
     while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
@@ -109,22 +110,31 @@ def free_name(path: Path) -> Path:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the readable records of a run directory, in order."""
+    """Return the readable records of a run directory's metrics.jsonl, in order."""
     return read_records(directory / METRICS)[0]
 
 
 @dataclass
 class _Record:
-    """Fields of every record."""
+    """Fields that every record must have."""
 
     step: int
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the readable records of a log, and a description of the other lines, empty if there are none.
+    """Read a log.
 
-    A last line cut off in the middle is no fault: a killed process may leave one. Of the metrics of a step that are
-    there twice the last count; samples of a step are several.
+    If metrics.jsonl has a step's values twice, the last ones count; a step may have several samples.
+
+    Args:
+        path: The log.
+
+    Returns:
+        The readable records in order, and a description of the other lines, empty if there are none.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a regular file, or too large.
     """
     records, unread, first = [], 0, ""
     for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
@@ -134,6 +144,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
                 raise ValueError(f"step = {record['step']}, which is below 0")
             records.append(record)
         except ValueError as error:
+            # A killed process may leave a last line that is cut off; that is not damage.
             cut_off = line.startswith(b"{") and not line.endswith(b"\n")
             if line.strip() and not cut_off:
                 unread, first = unread + 1, first or f"line {number}: {error}"
@@ -144,9 +155,10 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records but those of whose step and values there are later ones."""
+    """Drop records all of whose values appear again in later records of the same step."""
     newer_keys, newest = dict[int, set[str]](), list[dict[str, Any]]()
-    for record in reversed(records):  # an evaluation's record of a step has other values than the step's
+    # Compare values, not only steps: an evaluation writes a record of its own for a step, with other values.
+    for record in reversed(records):
         names = newer_keys.setdefault(record["step"], {"step"})
         if not record.keys() <= names:
             names.update(record)

@@ -1,4 +1,4 @@
-"""Trackers of services: Weights & Biases and MLflow, each by its own library and its variables."""
+"""Trackers of services: Weights & Biases and MLflow, configured by their libraries' environment variables."""
 
 import os
 import re
@@ -11,20 +11,20 @@ from axonn_jax.errors import UserError
 from axonn_jax.tracking.tracker import RunFacts, Value
 
 _PARAMS = 100
-"""Settings that MLflow takes in a request."""
+"""Maximum number of settings in a request to MLflow."""
 _REFUSED = re.compile(r"[^/\w.\- :]")
-"""Characters that MLflow does not take in a metric's name, as in "acc@1" or "eval_loss/c++"."""
+"""Characters that MLflow refuses in a metric's name, such as those of "acc@1" or "eval_loss/c++"."""
 _WAIT_S = 30.0
-"""Time for W&B's first answer; by itself it waits for 90 s."""
+"""Seconds to wait for W&B's first answer, instead of its default of 90."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's variables for a first request; by themselves a server that is not there takes minutes."""
+"""MLflow's variables for the first request; with its defaults an unreachable server takes minutes to report."""
 
 
 class WandbTracker:
-    """Run of Weights & Biases; `WANDB_MODE=offline` writes it to `wandb/` of the run directory, for `wandb sync`.
+    """Tracker that logs a run to Weights & Biases.
 
-    Each call is a row of its own whose horizontal axis is the value `step`, as values of one step come one after the
-    other. Offline, W&B's own process writes 32 KiB at a time: `kill -9` loses the rows of less, SIGTERM none.
+    With `WANDB_MODE=offline` the run is written to `wandb/` in the run directory, for `wandb sync`. W&B's process then
+    writes 32 KiB at a time: `kill -9` loses the rows since the last write, SIGTERM none.
 
     Args:
         project: Name of the project.
@@ -35,7 +35,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, run: RunFacts) -> None:
-        """Begin the run, or go on with the one of this id; raise ``UserError`` without an account."""
+        """Begin the run, or resume the one with this id; raise ``UserError`` without an account."""
         import wandb
 
         patience: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _WAIT_S}
@@ -47,17 +47,19 @@ class WandbTracker:
                 dir=os.environ.get("WANDB_DIR", str(run.directory)),
                 config=dict(run.config),
                 resume="allow",
-                # The log and the display of progress are the run's own.
+                # The run prints its log and progress itself.
                 settings=wandb.Settings(console="off", silent=True, **patience),
             )
         except wandb.errors.UsageError as error:
             accepted = f"an account (`wandb login`), or WANDB_MODE=offline; {str(error).splitlines()[0]}"
             raise UserError("log.wandb", self._project, accepted) from None
         self._run.config.update(dict(run.config), allow_val_change=True)
+        # Values of a step arrive in several calls, and each call is a row: the horizontal axis is the value `step`
+        # instead of W&B's count of rows.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record a row; pictures and tables are media."""
+        """Record a row; pictures and tables become W&B's media types."""
         import wandb
 
         def media(value: Value) -> Any:
@@ -70,22 +72,22 @@ class WandbTracker:
         self._run.log({"step": step, **{name: media(value) for name, value in values.items()}})
 
     def finish(self, status: int) -> None:
-        """End the run: finished with status 0, else failed."""
+        """End the run as finished for status 0, otherwise as failed."""
         self._run.finish(exit_code=status)
 
 
 class MlflowTracker:
-    """Run of an MLflow experiment at `MLFLOW_TRACKING_URI`: a server, or a database as `sqlite:///mlflow.db`.
+    """Tracker that logs a run to MLflow at `MLFLOW_TRACKING_URI`, a server or a database such as `sqlite:///mlflow.db`.
 
     Args:
-        experiment: Name of the experiment, which is made where it is not there.
+        experiment: Name of the experiment, which is created if it does not exist.
     """
 
     def __init__(self, experiment: str):
         self._experiment = experiment
 
     def start(self, run: RunFacts) -> None:
-        """Begin a run, or go on with the one whose tag has this id."""
+        """Begin a run, or resume the one that is tagged with this id."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -106,7 +108,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record numbers, without waiting for a server; texts, tables and pictures are artifacts."""
+        """Record numbers, without waiting for a server; texts, tables and pictures become artifacts."""
         import time
 
         from mlflow.entities import Metric
@@ -125,7 +127,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, metrics=numbers, synchronous=not self._remote)
 
     def finish(self, status: int) -> None:
-        """End the run: finished with status 0, killed by a signal (above 128), else failed."""
+        """End the run as finished for status 0, as killed by a signal above 128, otherwise as failed."""
         import mlflow
 
         mlflow.flush_async_logging()
@@ -134,7 +136,8 @@ class MlflowTracker:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Let MLflow give up soon, where the user's variables do not say when; later requests are worth their waits."""
+    """Let MLflow's first request fail quickly, unless the user's variables say otherwise."""
+    # Only the first request: once a run is being logged, waiting for a busy server is better than losing values.
     defaults = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
     os.environ.update(defaults)
     try:

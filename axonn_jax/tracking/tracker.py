@@ -1,4 +1,4 @@
-"""The protocol of a tracker, the facts of a run that it begins with, and the trackers of a run, all told alike."""
+"""Protocol of a tracker, and the trackers of a run, which all get the same values."""
 
 import importlib
 import os
@@ -12,62 +12,62 @@ from typing import Any, NamedTuple, Protocol, Self
 from axonn_jax.errors import UserError, first_line, integer, status_of, typed_arguments
 
 Value = float | str | Path | list[dict[str, Any]]
-"""A number, a text, a picture (the path of a PNG) or a table (rows of texts and numbers by column)."""
+"""Number, text, picture (path of a PNG) or table (rows of texts and numbers by column)."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its trackers know it."""
+    """Facts about a run for its trackers."""
 
     directory: Path
     """Run directory."""
     id: str
-    """Eight letters or digits, the same after a resume in the same directory, on whatever grid."""
+    """Eight letters or digits, the same after a resume in the same directory, on any grid."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings by dotted name."""
     resumed: int = 0
-    """Step that the run goes on after; 0: a new run."""
+    """Step after which the run resumes; 0 for a new run."""
 
 
 class Tracker(Protocol):
-    """Receiver of a run's values; a class of a user's own needs no base and no arguments.
+    """Receiver of a run's values; a user's class needs no base class and takes no arguments.
 
-    One that has a function `saved(step, path)` too is told of each complete checkpoint.
+    If it also has a method `saved(step, path)`, that is called for every complete checkpoint.
     """
 
     def start(self, run: RunFacts) -> None:
-        """Begin a run, or go on with it; called once, before all else."""
+        """Begin or resume a run; called once, before all other methods."""
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record values of a step, by name; several calls a step have different names."""
+        """Record values of a step by name; several calls for a step have different names."""
 
     def finish(self, status: int) -> None:
-        """End the run, with its exit status; called once, after all else, unless the process is killed."""
+        """End the run with its exit status; called once, after all other methods, unless the process is killed."""
 
 
 class RunTracker(NamedTuple):
-    """A tracker, and the setting that asks for it."""
+    """A tracker, with the setting that asks for it and the values that it already has."""
 
     field: str
     value: Any
     tracker: Tracker
     once: bool = True
-    """True if the tracker is told of no value of a step twice, after a resume not of steps that it has seen before;
-    False for one that drops the steps after the one resumed."""
+    """True if the tracker keeps what it got before a resume, so no value may be sent again; False for one that drops
+    the steps after the resumed one."""
     last_steps: Mapping[str, int] = MappingProxyType({})
-    """Last step that the tracker was told of before, by name of a value."""
+    """Last step of each value that the tracker got before a resume, by the value's name."""
 
 
 _FAILURES = (Exception, SystemExit)
-"""Exceptions of a library's or a stranger's code that must not end a run; an interrupt by a person does."""
+"""Exceptions of a library or a user's code that must not end a run; KeyboardInterrupt does."""
 
 
 class Trackers:
-    """Trackers of one run; one that fails is told of nothing more, which a line says, and the run goes on.
+    """Trackers of one run; one that fails is dropped with a warning, and the run continues.
 
     Args:
-        asked: The trackers.
-        run: The run; trackers are started with it.
+        entries: The trackers, which are started.
+        run: The run.
         say: Printer of a line for people.
 
     Raises:
@@ -80,18 +80,21 @@ class Trackers:
             try:
                 entry.tracker.start(run)
             except _FAILURES as error:
-                self.finish(2)  # a service would show those that have started as running for ever
+                self.finish(2)  # otherwise services would show the trackers already started as running forever
                 if isinstance(error, UserError):
                     raise
                 raise UserError(entry.field, entry.value, f"a tracker that starts; {first_line(error)}") from error
             self._entries.append(entry)
 
     def log(self, step: int, /, **values: Value) -> None:
-        """Record values of a step, by name."""
+        """Record values of a step by name."""
         self.record(integer("step", step, 0), values)
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
-        """Record values of a step, by name; an array of one number is this number."""
+        """Record values of a step by name; an array of one number counts as the number.
+
+        Raises ``UserError`` for a larger array.
+        """
         for name, value in values.items():
             if (size := getattr(value, "size", 1)) != 1:
                 accepted = "a number, a text, the path of a picture, or a table: a list of rows by column"
@@ -109,13 +112,13 @@ class Trackers:
 
     @typed_arguments
     def saved(self, step: int, path: str | Path) -> None:
-        """Tell of a complete checkpoint those who have a function for it; a second call for a step does nothing."""
+        """Report a complete checkpoint to the trackers that have a method `saved`, once per step."""
         if integer("step", step, 0) > self._saved:
             self._saved = step
             self._for_all(lambda entry: getattr(entry.tracker, "saved", lambda step, path: None)(step, Path(path)))
 
     def finish(self, status: int = 0) -> None:
-        """End the run; a second call does nothing."""
+        """End the run with an exit status; a second call does nothing."""
         self._for_all(lambda entry: entry.tracker.finish(status))
         self._entries = []
 
@@ -138,7 +141,7 @@ _NAME_OF_CLASS = "the name of a class with start, log and finish, as package.mod
 
 
 def custom_tracker(name: str) -> Tracker:
-    """Make the tracker of a class named as `package.module:Class`; raise ``UserError`` where that fails."""
+    """Return an instance of the class `package.module:Class`; raise ``UserError`` if that fails."""
     maker = tracker_class(name)
     try:
         return maker()
@@ -147,10 +150,15 @@ def custom_tracker(name: str) -> Tracker:
 
 
 def tracker_class(name: str) -> Callable[[], Tracker]:
-    """Return the class named as `package.module:Class`, whose module is imported: a configuration can name any code.
+    """Import the class `package.module:Class`; a configuration can run any code this way.
 
-    The current directory is searched as `python -m` would search it. Raises ``UserError`` where there is no such class:
-    a function such as `sys:exit` is refused unseen, as calling it to look at the result would be too late.
+    Modules are also found in the current directory, as with `python -m`.
+
+    Args:
+        name: The class.
+
+    Raises:
+        UserError: There is no such class, or it lacks a method of `Tracker`.
     """
     module, _, path = name.partition(":")
     accepted = _NAME_OF_CLASS
@@ -162,6 +170,7 @@ def tracker_class(name: str) -> Callable[[], Tracker]:
         cls: Any = getattr(importlib.import_module(module), path)
     except _FAILURES as error:
         raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
+    # Refuse functions such as `sys:exit`, instead of calling them to see whether they return a tracker.
     if not isinstance(cls, type):
         raise UserError("log.tracker", name, f"{accepted}; it is no class")
     if missing := [method for method in ("start", "log", "finish") if not callable(getattr(cls, method, None))]:
