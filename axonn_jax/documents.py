@@ -1,7 +1,7 @@
-"""Files: JSON and TOML of strangers, read in bounded time and memory and checked; whole writes; locks.
+"""Files: untrusted JSON and TOML read in bounded time and memory, atomic writes, and locks.
 
-A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside a file proves
-nothing about the author of both.
+A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum next to a file proves
+nothing about the author of either.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ from typing import Any, Never
 
 from axonn_jax.errors import UserError
 
-_TOML_LINE, _TOML_POINTS = 10_000, 250
+_TOML_LINE, _TOML_POINTS = 10_000, 250  # longest line, and the most dots in it
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
-_OF_CONTAINER, _OF_VALUE = 200, 70  # bytes that Python takes for a list or an object of one entry, and for a text
-_MOST_PARSED = 1 << 30  # of them: a tokenizer of a million tokens and two million merges takes 0.8 of it
+# Errors of file systems without locks, such as Lustre mounted without flock.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_OF_CONTAINER, _OF_VALUE = 200, 70  # bytes of Python's objects for a list or object with one entry, and for a text
+_MOST_PARSED = 1 << 30  # bytes of parsed JSON; a tokenizer of a million tokens and two million merges takes 80 % of it
 _PIECE = 1 << 20
 _HOLDER_BYTES = 200  # bytes read of a lock holder's text
 _SIGHT_S = 10
@@ -36,19 +37,25 @@ TOML_BYTES = 1_000_000
 
 
 def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
-    """Open a regular file to read; never waits for a pipe or a device.
+    """Open a regular file for reading, without ever waiting for a pipe or a device.
 
-    Raises ``OSError`` for an unreadable file, ``ValueError`` for another kind of file, or for links out of the
-    directory `inside`.
+    Args:
+        path: The file.
+        inside: Directory that links must not lead out of; None: links may lead anywhere.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a regular file, or a link leads out of `inside`.
     """
     if inside is not None:
         try:
             path = path.resolve()
             leads_out = not path.is_relative_to(inside.resolve())
-        except RuntimeError:  # a link to itself, in Python 3.11 and 3.12; later ones leave it to the opening
+        except RuntimeError:  # a link to itself in Python 3.11 and 3.12; in later versions opening it fails
             leads_out = True
         if leads_out:
             raise ValueError("a link that leads elsewhere")
+    # Check the open descriptor, since the path could be replaced between a check and the opening.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -57,7 +64,7 @@ def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
-    """A regular file's bytes; raises as `open_regular` does, and ``ValueError`` where there are over `most`."""
+    """Read a regular file; raise errors like `open_regular`, and ``ValueError`` for more than `most` bytes."""
     with open_regular(path, inside) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"{size:,} bytes, more than the {most:,} that are read")
@@ -65,9 +72,15 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def look_at(field: str, path: str, *, empty: bool = True) -> None:
-    """Raise ``UserError`` where a user's path can neither be looked at nor be missing, as one with a name too long.
+    """Check that a user's path can be inspected or does not exist, so that later checks only see these two cases.
 
-    An `empty` one stands for none where that is allowed; else it would be the current directory.
+    Args:
+        field: Name of the setting in errors.
+        path: The path.
+        empty: True if an empty text stands for no path; otherwise it would mean the current directory.
+
+    Raises:
+        UserError: The path cannot be inspected, such as one with a name that is too long.
     """
     if not (path or empty):
         raise UserError(field, path, "a path; this text is empty")
@@ -82,18 +95,21 @@ def look_at(field: str, path: str, *, empty: bool = True) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file to write, for the `opener` of `open`: through no link, and waiting for no pipe's reader."""
+    """Open a file for writing, as an `opener` of `open`: follow no link, and wait for no reader of a pipe."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def replace_whole(path: Path, raw: bytes) -> None:
-    """Write a whole file: also after a crash the path has the new content or the old; a link is replaced."""
+    """Write a file atomically: even after a crash the path has either the old or the new content.
+
+    A link at the path is replaced, not followed. Raises ``OSError`` if the file cannot be written.
+    """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
         with part.open("xb") as file:
             file.write(raw)
-        flush(part)
+        flush(part)  # the content must be on disk before the name points to it
         part.replace(path)
         flush(path.parent)
     except OSError:
@@ -102,24 +118,21 @@ def replace_whole(path: Path, raw: bytes) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return matplotlib's figure of a size in inches, with 200 pixels an inch, of which a page shows half."""
+    """Return a matplotlib figure of a size in inches, with 200 pixels per inch, twice what a page shows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=200)
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write matplotlib's figure as `replace_whole` does, in the format of the path's suffix.
-
-    Raises ``ValueError`` for an unknown suffix.
-    """
+    """Write a matplotlib figure like `replace_whole`; raise ``ValueError`` for an unknown suffix of the path."""
     raw = io.BytesIO()
     figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)")
     replace_whole(path, raw.getvalue())
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
+    """Wait until a file, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,23 +141,28 @@ def flush(path: Path) -> None:
 
 
 def check_pointer(raw: bytes) -> None:
-    """Raise ``ValueError`` for a pointer of Git LFS in the place of a large file."""
+    """Raise ``ValueError`` for a Git LFS pointer, which a checkout without LFS has instead of a large file."""
     if raw.startswith(_POINTER):
         raise ValueError("a pointer of Git LFS, in the place of the file that `git lfs pull` fetches")
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers, deep nesting or more than memory is for.
+    """Parse untrusted JSON.
 
-    A byte-order mark in front is left out. A megabyte of empty lists takes sixty once it is read, so their number is
-    looked at first.
+    Args:
+        raw: The bytes, which may start with a byte-order mark.
+
+    Raises:
+        ValueError: The bytes are not JSON, have infinite numbers or deep nesting, or would need too much memory.
     """
     check_pointer(raw)
+    # A megabyte of empty lists becomes sixty as Python objects, so estimate the memory before parsing.
     if _parsed_bytes([raw]) > _MOST_PARSED and (size := _parsed_bytes(_without_texts(raw))) > _MOST_PARSED:
         most = f"{_MOST_PARSED / 1e9:.1f} GB, which are the most"
         raise ValueError(f"lists and objects that take about {size / 1e9:.1f} GB once they are read, more than {most}")
     collects = gc.isenabled()
-    gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
+    # The garbage collector would scan everything parsed so far again and again: six times slower for millions of lists.
+    gc.disable()
     try:
         return json.loads(raw.decode("utf-8-sig"), parse_constant=_refused, parse_float=_finite)
     except RecursionError:
@@ -155,13 +173,14 @@ def parse_json(raw: bytes) -> Any:
 
 
 def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
-    """Read the value of a JSON file; raise errors as `read_bytes` and `parse_json` do."""
+    """Read a JSON file; raise errors like `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most, inside))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ``ValueError`` for other text, deep nesting, or lines of excessive length or with too many points."""
-    for number, line in enumerate(text.split("\n"), 1):  # the time for a key grows with the square of its parts
+    """Parse untrusted TOML; raise ``ValueError`` for other text, deep nesting, or excessively long or dotted lines."""
+    # The time to parse a dotted key grows with the square of its parts, so bound them first.
+    for number, line in enumerate(text.split("\n"), 1):
         if len(line) > _TOML_LINE or line.count(".") > _TOML_POINTS:
             raise ValueError(f"a line of over {_TOML_LINE:,} characters or {_TOML_POINTS} points, which is {number}")
     try:
@@ -171,15 +190,16 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _parsed_bytes(pieces: Iterable[bytes]) -> int:
-    """Bytes that JSON takes once it is read, beside those of its texts, by its brackets and commas."""
+    # An estimate from brackets and commas, without the bytes of the texts.
     counts = ((piece.count(b"[") + piece.count(b"{"), piece.count(b",")) for piece in pieces)
     return sum(_OF_CONTAINER * containers + _OF_VALUE * commas for containers, commas in counts)
 
 
 def _without_texts(raw: bytes) -> Iterator[bytes]:
-    """Yield JSON in pieces without what is between its quotes, as texts of code have brackets and commas too."""
+    """Yield JSON in pieces without the contents of its texts, which may have brackets and commas too."""
     within, escape = False, b""
     for at in range(0, len(raw), _PIECE):
+        # A backslash at the end of a piece belongs to the first character of the next one.
         piece = (escape + raw[at : at + _PIECE]).replace(rb"\\", b"")
         escape = b"\\" if piece.endswith(b"\\") else b""
         parts = piece.removesuffix(escape).replace(rb"\"", b"").split(b'"')
@@ -198,23 +218,27 @@ def _refused(text: str) -> Never:
 
 
 class Held(Exception):
-    """The refusal of a lock that another process holds; the text says which, as in "process 12 on node3 since ..."."""
+    """Refusal of a lock that another process has; the text names it, as in "process 12 on node3 since ..."."""
 
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, made here and removed at the end; False where the file system has no locks.
+    """Context that locks a file, which it creates and removes; yields False if the file system has no locks.
 
-    A file left by a killed process is nobody's lock. Over NFS the lock holds on all hosts.
+    A file that a killed process has left is not locked. On NFS the lock excludes processes on all hosts.
+
+    Args:
+        path: The lock file.
 
     Raises:
-        Held: another process holds the lock.
-        OSError: the file cannot be made or written.
+        Held: Another process has the lock.
+        OSError: The file cannot be created or written.
     """
     while True:
         file = own_file(os.fspath(path), os.O_RDWR | os.O_CREAT)
         try:
             locked = _take(file)
+            # Try again if the previous holder removed the file between our opening and locking it.
             if _is_at(file, path):
                 try:
                     os.ftruncate(file, 0)
@@ -223,14 +247,16 @@ def held(path: Path) -> Iterator[bool]:
                     yield locked
                 finally:
                     with contextlib.suppress(OSError):
-                        os.unlink(path)  # while it is locked: a process that opened it meanwhile sees that it is gone
+                        # While still locked, so that a process that has opened the file finds it removed.
+                        os.unlink(path)
                 return
         finally:
             os.close(file)
 
 
 def in_sight(path: Path) -> bool:
-    """Return True if another process's path is visible here, at once or within ten seconds (NFS)."""
+    """Return True if a path that another process has created becomes visible here within ten seconds."""
+    # NFS may show new files of another host late.
     end = time.monotonic() + _SIGHT_S
     while not path.exists():
         if time.monotonic() > end:
@@ -241,7 +267,7 @@ def in_sight(path: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and missing parents; at the end remove the new ones that are still empty."""
+    """Context that creates a folder with its parents, and at its end removes those of them that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,7 +294,6 @@ def _take(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """True if the open file is still the one at the path: the last holder may just have removed the path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and checks that raise it."""
+"""Exception for a user's mistake, and the checks that raise it."""
 
 import inspect
 import operator
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """Bad input: one line that names the field, the value given and the accepted values.
+    """Bad input: one line with the name of a setting, argument or file, its value, and what would be accepted.
 
-    The command line prints it without a traceback and exits with status 2.
+    The command line prints the line without a traceback and exits with status 2.
     """
 
     def __init__(self, field: str, value: object, accepted: str):
@@ -29,8 +29,8 @@ class UserError(ValueError):
         super().__init__(without_credentials(line))
 
 
-_MOST = 300  # shown characters of a field or value; a file may hold texts of any length
-_CLOSE = 0.65  # least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2
+_MOST = 300  # characters of a field or value in an error; a file may contain texts of any length
+_CLOSE = 0.65  # similarity that a suggestion needs (`difflib`): mpi and mpi4py are close, gpt_oss and gpt2 are not
 
 _NAMES_ELSEWHERE = {
     "pipe": "pp g_inter pipeline_model_parallel_size pipeline_parallel_degree",
@@ -59,9 +59,9 @@ _NAMES_ELSEWHERE = {
     "interleaved": "interleaved1f1b",
 }  # fmt: skip
 _ELSEWHERE = {word: name for name, words in _NAMES_ELSEWHERE.items() for word in words.split()}
-"""Names here by names of other systems, among them those of docs/coming_from.md."""
+"""This package's names by those of other systems, including the ones of docs/coming_from.md."""
 _NOWHERE = {"cp": "context parallelism", "context_parallel_size": "context parallelism", "fp8": "FP8"}
-"""Names of what other systems have."""
+"""Features of other systems that this package lacks, by their names there."""
 
 
 def _shown(value: object) -> str:
@@ -69,7 +69,7 @@ def _shown(value: object) -> str:
         if isinstance(value, list | dict):
             return " ".join(reprlib.repr(value).split())
         return repr(value) if isinstance(value, str) else " ".join(str(value).split())
-    except (ValueError, RecursionError):  # integers of thousands of digits, tables in tables
+    except (ValueError, RecursionError):  # integers with thousands of digits, deeply nested tables
         return "(too large to show)"
 
 
@@ -78,7 +78,7 @@ def _short(text: str) -> str:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the exit status of a command that an exception ends: 2 for bad input, 130 for an interrupt, else 1."""
+    """Return the exit status for an exception that ends a command: 2 for bad input, 130 for an interrupt, else 1."""
     return 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -86,13 +86,13 @@ _CREDENTIALS = re.compile(r"//[^/\s@]+@")
 
 
 def without_credentials(text: str) -> str:
-    """Return a text in which the name and password of an address, as in ``http://me:secret@host``, are masked."""
+    """Mask the user name and password in addresses such as ``http://me:secret@host``."""
     return _CREDENTIALS.sub("//***@", text)
 
 
 @contextmanager
 def refused(field: str, value: object, accepted: str) -> Iterator[None]:
-    """Make a ``UserError`` of a failure to read or write a file: what is accepted, and the reason."""
+    """Context that turns a failure to read or write a file into a ``UserError`` with the reason."""
     try:
         yield
     except UserError:
@@ -104,7 +104,7 @@ def refused(field: str, value: object, accepted: str) -> Iterator[None]:
 
 @contextmanager
 def as_flags(table: str) -> Iterator[None]:
-    """Name a field of a table of settings by its flag in errors."""
+    """Context in which errors name a field of a table of settings by its command-line flag."""
     try:
         yield
     except UserError as error:
@@ -113,19 +113,18 @@ def as_flags(table: str) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Return a scalar of another library (numpy's, or an array without dims), or a member of an enumeration of texts or
-    numbers, as Python's own type; anything else unchanged."""
+    """Return array and NumPy scalars, and enumeration members that are texts or numbers, as Python's types."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        with suppress(TypeError):  # traced by jax
+        with suppress(TypeError):  # a value that jax traces
             value = value.item()
     if isinstance(value, str):
-        return str.__str__(value)  # the text, where str() has an enumeration's name
+        return str.__str__(value)  # plain str() would return the name of an enumeration's member
     builtin = next((kind for kind in (int, float) if isinstance(value, kind) and not isinstance(value, bool)), None)
     return value if builtin is None else builtin(value)
 
 
 def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return a number as Python's integer; raises ``UserError`` for another type, or one out of range."""
+    """Return a number as a Python integer; raise ``UserError`` for another type, or one out of range."""
     value = plain(value)
     try:
         number = operator.index(value)
@@ -141,10 +140,8 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
 def local_path(field: str, text: str) -> str:
-    """Return the text of a path with the user's home directory in the place of `~`.
-
-    Raises ``UserError`` for an address of other storage, such as gs://bucket/run: a folder `gs:` would be made of it.
-    """
+    """Expand `~` in a path; raise ``UserError`` for an address of remote storage, such as gs://bucket/run."""
+    # Otherwise the address would silently become a local folder `gs:`.
     if _ADDRESS.match(text):
         raise UserError(field, text, "a path of this machine; mount other storage, as with gcsfuse or mountpoint-s3")
     return os.path.expanduser(text)
@@ -158,25 +155,25 @@ _ENTRIES = ("__iter__", "__getitem__")
 _MEMBERS: Mapping[Any, Sequence[str]] = {
     Iterable: _ENTRIES, Sequence: _ENTRIES, Mapping: ("keys",), Path: ("__fspath__",)
 }  # fmt: skip
-"""Members of which one is enough, as arrays are no lists to Python, nor other libraries' tables mappings."""
+"""Members, any of which is enough: arrays are not sequences to Python, nor are other libraries' tables mappings."""
 _SCALARS = (bool, int, float, str)
 _OPEN = (int, float, Callable, "GradientTransformation")
-"""Types, some by name, that functions check themselves: a number with its range, a function with its arguments."""
+"""Types, some by name, that functions check themselves: numbers by their range, functions by their arguments."""
 
 
 def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Check arguments by the annotations before the function runs: one of another type is a ``UserError``.
+    """Decorate a function to check its arguments by their annotations; another type is a ``UserError``.
 
-    The function gets scalars as `plain` returns them. Ranges of numbers, functions, entries of lists and what an
-    annotation leaves open are its own matter.
+    Scalars are converted by `plain`. Ranges of numbers, callables and entries of lists are not checked.
     """
+    # Type hints are resolved at the first call: at decoration time some names are not defined yet.
     signature, hints = inspect.signature(function), cache(partial(get_type_hints, function))
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # one is missing or unknown, which Python itself says of what is near to none
+        except TypeError:  # a missing or unknown argument: suggest a similar name, or else let Python raise its error
             near_arguments(function.__qualname__.removesuffix(".__init__"), kwargs, signature.parameters)
             return function(*args, **kwargs)
         for name, value in bound.arguments.items():
@@ -194,7 +191,7 @@ def typed_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def near_arguments(of: str, kwargs: Mapping[str, object], parameters: Iterable[str]) -> None:
-    """Raise ``UserError`` for an argument that a function does not have, with the known one that is meant, if any."""
+    """Raise ``UserError`` for an unknown argument that is similar to one of the parameters of the function `of`."""
     for name in kwargs.keys() - {*parameters}:
         if hint := nearest(name, parameters):
             raise UserError(name, kwargs[name], f"no argument of {of}{hint}")
@@ -219,13 +216,13 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(option, value) for option in inner)
     if kind is Literal:
         return type(value) is type(inner[0]) and value in inner
-    if kind in (Iterable, Sequence) and isinstance(value, Mapping):  # its entries are keys, which nobody means
+    if kind in (Iterable, Sequence) and isinstance(value, Mapping):  # iterating yields its keys, which nobody means
         return False
     if kind in _MEMBERS:
         return any(hasattr(value, member) for member in _MEMBERS[kind])
     try:
         return not {kind, kind.__name__}.isdisjoint(_OPEN) or isinstance(value, kind)
-    except TypeError:  # of what an annotation leaves open, as Any and a protocol
+    except TypeError:  # annotations that cannot be checked, such as Any or a protocol
         return True
 
 
@@ -241,18 +238,21 @@ def _accepted(hint: Any, value: Any) -> str:
 
 
 def first_of(names: Sequence[object], separator: str = ", ") -> str:
-    """Return the first five names as one text, with the number of others."""
+    """Join the first five names, with the number of further ones."""
     return separator.join([*map(str, names[:5]), *([f"and {len(names) - 5} more"] if len(names) > 5 else [])])
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an exception and the first line of its text."""
+    """Return an exception's type and the first line of its text, without credentials."""
     return without_credentials(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word of a name in other systems, or one that begins with ``word``,
-    or else is close, or nothing; of names with a dot those of the same table. Capitals make no difference."""
+    """Return ``"; did you mean 'x'?"`` for the candidate that a word most likely means, or an empty text.
+
+    In this order: the name here of another system's setting, a candidate that begins with the word, a similar one. A
+    dotted word is compared within its table first. Case does not matter.
+    """
     candidates = list(candidates)
     if hint := foreign_name_hint(word, candidates):
         return hint
@@ -262,20 +262,20 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
         names, word = below, last
     longer = sorted((key for key in names if len(word) > 2 and key.startswith(word)), key=len)
     close = longer[:1] or get_close_matches(word, names, n=1, cutoff=_CLOSE)
-    if not close:  # of a table that is left out
+    if not close:  # the word may lack its table
         ends = {key.rpartition(".")[2].replace("_", "-"): key for key in names if "." in key}
         close = [ends[end] for end in get_close_matches(word, ends, n=1, cutoff=_CLOSE)]
     return _meant(names[close[0]]) if close else ""
 
 
 def foreign_name_hint(word: str, candidates: Iterable[str]) -> str:
-    """Return the part of `nearest` for names of other systems alone."""
+    """Return the hint of `nearest` for another system's name of a setting, or an empty text."""
     word = word.lstrip("-").lower().rpartition(".")[2].replace("-", "_")
     if absent := _NOWHERE.get(word):
         return f"; {absent} is not here"
     name = _ELSEWHERE.get(word, "")
     end = name.rpartition(".")[2]
-    # A name with its table is one of several that end alike; those of one table come without it.
+    # A name in the list has its table only if several tables have the key; candidates of one table come without it.
     keys = (key for key in candidates if key.lstrip("-") in (name, end) or (name == end and key.endswith(f".{end}")))
     return next(map(_meant, keys), "") if name else ""
 
@@ -285,12 +285,10 @@ def _meant(name: str) -> str:
 
 
 def nearest_or_all(word: str, candidates: Sequence[str]) -> str:
-    """Return what `nearest` returns, or else all known words, those of the same table where a word has one."""
+    """Return the hint of `nearest`, or else all candidates: those of the word's table, if it has one."""
     table = word[: word.find(".") + 1] or "none"
-    return (
-        nearest(word, candidates)
-        or f", which has {', '.join([n for n in candidates if n.startswith(table)] or candidates)}"
-    )
+    listed = [name for name in candidates if name.startswith(table)] or candidates
+    return nearest(word, candidates) or f", which has {', '.join(listed)}"
 
 
 class _NotGiven:

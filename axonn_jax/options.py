@@ -1,4 +1,4 @@
-"""Values that settings may take, each list once, the check of values by their types, and the texts of settings."""
+"""Value types of settings, checks of values by type, and documentation texts of settings."""
 
 import ast
 import inspect
@@ -27,21 +27,21 @@ Mlp = Literal["gelu", "relu2", "swiglu", "geglu"]
 Bias = Literal["all", "qkv", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
-"""Function of a router's scores of the experts."""
+"""Function that turns a router's logits into scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
-"""Way of tokens to their experts: all are gathered, or each expert has slots for a fixed number."""
+"""How tokens reach their experts: all of them are gathered, or every expert has a fixed number of slots."""
 PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
 CachedKeys = Literal["full", "loki", "exact-topk", "random", "h2o", "window"]
 """Cached keys that a generated token attends to."""
 
 InstructionLoss = Literal["response", "all"]
-"""Targets of instruction data that count."""
+"""Targets of instruction data that count in the loss."""
 TooLong = Literal["drop", "cut"]
-"""Fate of a document longer than a row."""
+"""Handling of documents that are longer than a row."""
 
 Rows = Literal["auto", "parts", "whole"]
-"""Rows that a user's loss sees at once: those of a microbatch of one replica, or of all replicas."""
+"""Rows that a user's loss sees at once: a microbatch's rows on one replica, or on all replicas."""
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
@@ -52,24 +52,24 @@ Offload = Literal["none", "optimizer"]
 """State in host memory: none, or the optimizer's state with the float32 weights."""
 Zero = Literal[0, 1]
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
-"""Activations that the backward pass computes again (`offload`: all, with a layer's input in host memory)."""
+"""Activations that the backward pass recomputes (`offload`: all, with the layers' inputs in host memory)."""
 ReshardAfter = Literal["forward", "backward", "step"]
-"""Time at which weights gathered over `z` are freed: after a layer's forward, a microbatch's backward, or the step."""
+"""When weights gathered over `z` are freed: after a layer's forward, a microbatch's backward, or the step."""
 
 ResidualComm = Literal["all_reduce", "gather", "auto"]
-"""Communication of a block's halves over `x`: all-reduces of wide features, or gathers of the residual stream."""
+"""Communication of attention and MLP over `x`: all-reduces of wide features, or gathers of the residual stream."""
 Order = Literal["auto", "package", "xla"]
-"""Order of a step's computation: the package's or XLA's."""
+"""Who orders a step's operations: the package or XLA."""
 ScanLayers = Literal["auto", "yes", "no"]
 
 PipelinePolicy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""Order of a rank's tasks: by arrival of their inputs (`message`), or a fixed one."""
+"""Order of a rank's tasks: by arrival of their inputs (`message`), or fixed."""
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Range of an option's numbers, as a note of its annotation."""
+    """Range of a numeric setting, as metadata of its annotation."""
 
     accepted: str
     low: float
@@ -77,13 +77,13 @@ class Range:
     open_low: bool = False
     open_high: bool = False
     zero: bool = False
-    """True if zero is in the range, whatever `low` is."""
+    """True if zero is accepted, too, whatever `low` is."""
 
     def check(self, name: str, value: float) -> None:
         """Raise ``UserError`` for a number outside the range."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        if not ((above and below) or (self.zero and value == 0)):  # written so that NaN fails
+        if not ((above and below) or (self.zero and value == 0)):  # positive comparisons only, so that NaN fails
             raise UserError(name, value, self.accepted)
 
 
@@ -103,32 +103,32 @@ Probability = Annotated[float, Range("a probability of at least 0 and below 1", 
 
 
 class LocalPath:
-    """Note of a text that is a path, of which `~` is the user's home directory (`errors.local_path`)."""
+    """Metadata of a text that is a path, in which `~` is expanded (`errors.local_path`)."""
 
 
 PathText = Annotated[str, LocalPath()]
 
 
 class DerivedSize(int):
-    """A size that follows from others, and goes on doing so in `dataclasses.replace`."""
+    """A size that is derived from others, again after `dataclasses.replace` has changed those."""
 
 
 DERIVED = DerivedSize(0)
-"""Size that is left out and follows from others."""
+"""Default of a size that is derived from others."""
 
 
 class Settings:
-    """Table of settings, a dataclass whose types and ranges are checked when one is made, by TOML and from Python.
+    """Base of settings tables: dataclasses that check types and ranges on construction, from TOML or Python.
 
-    Scalars become Python's own (`errors.plain`), and paths texts. Raises ``UserError`` for another type, or a value out
-    of range.
+    Scalars become Python's types (`errors.plain`) and paths texts. Raises ``UserError`` for another type, or a value
+    out of range.
     """
 
     table = ""
     """Name of the table in errors."""
 
     def __new__(cls, *_: Any, **kwargs: Any) -> Self:
-        """Name the setting that a wrong name is near to, before Python refuses it."""
+        """Suggest a similar setting for an unknown one, before Python raises its error."""
         near_arguments(cls.__name__, kwargs, [field.name for field in fields(cast(Any, cls))])
         return super().__new__(cls)
 
@@ -142,7 +142,7 @@ class Settings:
 
 
 def mlp_inputs(kind: Mlp) -> int:
-    """Return the number of matmuls from the residual stream into a feed-forward layer: two with a gate, else one."""
+    """Return the number of input matmuls of a feed-forward layer: two with a gate, otherwise one."""
     return 2 if kind in ("swiglu", "geglu") else 1
 
 
@@ -150,9 +150,16 @@ _BYTES = {"": 1, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10*
 
 
 def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tuple[Fraction, Fraction]:
-    """Return an amount, and half of the last digit if a unit makes the amount a rounded one.
+    """Parse an amount with an optional unit; raise ``UserError`` for a text that is none.
 
-    Raises ``UserError`` for other texts than a number and one of the units.
+    Args:
+        name: Name of the value in errors.
+        text: The text, such as 1.5GB.
+        units: Factors of the units, in lower case.
+        accepted: Description of accepted texts for errors.
+
+    Returns:
+        The amount, and its uncertainty from rounding: half of the last digit if there is a unit, otherwise 0.
     """
     match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
     if match is None or match[3] not in units:
@@ -162,10 +169,8 @@ def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tup
 
 
 def amount_of_bytes(name: str, text: str, accepted: str) -> int:
-    """Return the bytes of a text such as 36GB or 32GiB, or 0.
-
-    Raises ``UserError`` for others, as for 36: some would mean bytes, and some GB.
-    """
+    """Parse an amount of memory such as 36GB or 32GiB, or 0, into bytes; raise ``UserError`` for other texts."""
+    # A bare number is refused: some people would mean bytes, and some GB.
     count, rounded = amount(name, text, _BYTES, accepted)
     if count and not rounded:
         raise UserError(name, text, f"{accepted}; a number needs its unit")
@@ -180,14 +185,16 @@ _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) -> T:
-    """Return a value of TOML or JSON as an instance of a type.
+    """Check a value of TOML or JSON, and convert it to a type; the only scalars converted are integers to floats.
 
-    Types are dataclasses by their fields, tuples, mappings of texts, choices (`Literal`), plain types, all of them with
-    a `Range` or without. Nothing is guessed: only an integer is taken for a float. `name` is the value's name in
-    errors. Dataclasses are `closed` to keys that they do not have; by default later versions may write more.
+    Args:
+        kind: Dataclass (from a table), tuple, mapping of texts, choice (`Literal`) or plain type, which may be
+            annotated with a `Range`.
+        value: The value; `name` is its name in errors.
+        closed: True to refuse unknown keys of dataclasses, which later versions may write.
 
     Raises:
-        UserError: a field is missing, unknown, out of range or not of its type.
+        UserError: A field is missing, unknown, out of range or not of its type.
     """
     result: T = _typed(kind, value, name, closed)
     return result
@@ -231,7 +238,7 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
 
 
 def _strange(value: Any) -> bool:
-    """True for an integer of no machine, and a text that can neither be a path nor be written as UTF-8."""
+    # Such integers exceed 64 bits; such texts cannot be paths, or be written as UTF-8.
     if type(value) is str:
         return _UNWRITABLE.search(value) is not None
     return type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST
@@ -269,12 +276,13 @@ def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 
 def is_muons(name: str, rank: int) -> bool:
-    """Return True for a parameter that Muon updates, a matrix of a hidden layer; AdamW updates all others."""
+    """Return True if Muon updates a parameter: a matrix of a hidden layer. AdamW updates all others."""
     return rank == 2 and name.endswith(".kernel") and name != "head.kernel"
 
 
 def field_docs(cls: Any) -> dict[str, str]:
-    """Return the text under each field of a dataclass and its bases; of a field `of` another one the text there."""
+    """Return the documentation text of each field of a dataclass; a field with metadata `of` has that class's text."""
+    # Python drops the strings under fields, so they are read from the source; bases first, as in `fields`.
     docs: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(cls.__mro__)):
         source = inspect.getsource(owner)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Lines for people: tables, units, signs of life. Strangers' text steers no terminal, and a closed one ends nothing."""
+"""Terminal output: tables, units and progress; safe from control characters, and from a closed terminal."""
 
 import contextlib
 import errno
@@ -20,18 +20,19 @@ _CLOSED_ERRNOS = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters (escapes, overrides of direction) spelled out."""
+    """Escape control characters of a text, such as escape codes and bidirectional overrides."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, as `2 processes`; of regular nouns."""
+    """Return a number with a regular noun, such as `2 processes`."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def say(text: str) -> None:
-    """Print lines on standard error in one write, without passwords; without a reader work goes on."""
+    """Print text on standard error, without credentials and control characters; a closed stream is ignored."""
     with unheard():
+        # A single write, so that lines of several processes do not interleave.
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         sys.stderr.write(
             printable(without_credentials(text)).encode(encoding, "backslashreplace").decode(encoding) + "\n"
@@ -40,18 +41,26 @@ def say(text: str) -> None:
 
 
 def columns() -> int:
-    """Return the width of help texts: the terminal's columns, from 40 to 400."""
+    """Return the terminal's width in columns, between 40 and 400."""
     return max(40, min(400, shutil.get_terminal_size().columns))
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return the lines of a text, those behind the first with an indent; no word is broken."""
+    """Wrap a text into lines without breaking words; all lines but the first get the indent."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table, each column as wide as the widest cell; the columns `left` begin at the same
-    place."""
+    """Format a table.
+
+    Args:
+        heads: Headings of the columns.
+        rows: Cells of each row.
+        left: Indices of left-aligned columns; all others are right-aligned.
+
+    Returns:
+        The table's lines.
+    """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(cells))
@@ -61,14 +70,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[
 
 
 def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Format seconds as ``1:02:03`` or ``2:03``."""
     rounded = int(seconds + 0.5)
     hours, minutes, remainder = rounded // 3600, rounded // 60 % 60, rounded % 60
     return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"
 
 
 def age(seconds: float) -> str:
-    """Return a time in a fitting unit, such as ``7 min`` or ``3 d``."""
+    """Format seconds in a suitable unit, such as ``7 min`` or ``3 d``."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{max(seconds, 0) / size:.0f} {unit}"
@@ -76,7 +85,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return an amount of bytes in a fitting unit, such as ``1.3 GB``."""
+    """Format a number of bytes in a suitable unit, such as ``1.3 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -86,10 +95,11 @@ def size(count: float) -> str:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore failures to write to standard error; without a reader further text goes nowhere."""
+    """Context that ignores failures to write to standard error; once it is closed, further text is discarded."""
     try:
         yield
     except OSError as error:
+        # Other errors, such as a full disk, may be temporary: the text is lost, but the stream stays.
         if error.errno in _CLOSED_ERRNOS:
             with contextlib.suppress(OSError):
                 _lead_nowhere(sys.stderr.fileno())
@@ -99,7 +109,7 @@ def unheard() -> Iterator[None]:
 
 
 def unfailing() -> TextIO:
-    """Return standard error for a library's console: a terminal only on one; failed writes raise nothing."""
+    """Return standard error for a library's console, with the stream's attributes, but writes that never fail."""
     return cast(TextIO, _Unfailing(sys.stderr))
 
 
@@ -121,10 +131,8 @@ class _Unfailing:
 
 
 def open_missing() -> None:
-    """Open missing standard streams of a command (``2>&-``) on the null device.
-
-    Else the next opened file, a checkpoint say, would take the number and the lines of such a stream.
-    """
+    """Open the closed standard streams of a command (``2>&-``) on the null device."""
+    # Otherwise the next file that is opened, such as a checkpoint, would get the descriptor, and what is printed to it.
     for number in range(3):
         try:
             os.fstat(number)
@@ -137,7 +145,7 @@ def open_missing() -> None:
 
 
 def reader_is_gone(stream: TextIO) -> bool:
-    """True if a stream is a pipe without a reader (``| head``); if so, further text goes nowhere."""
+    """Return True if a stream is a pipe without a reader (``| head``), and discard further text to it."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # not a file, or closed
@@ -151,7 +159,7 @@ def reader_is_gone(stream: TextIO) -> bool:
 
 
 def last_flush() -> None:
-    """Flush standard error at the end of a command: the interpreter's own flush could change the status."""
+    """Flush standard error at the end of a command; the interpreter's flush at exit could change the status."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -162,7 +170,8 @@ def last_flush() -> None:
 
 @contextlib.contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Send the prints of libraries below Python, such as gloo, from stdout to stderr meanwhile."""
+    """Context in which libraries' output on stdout goes to stderr, including that of C++ code such as gloo."""
+    # Replace the descriptor, since native code does not use `sys.stdout`.
     sys.stdout.flush()
     real = os.dup(1)
     os.dup2(2, 1)
@@ -183,12 +192,20 @@ def _lead_nowhere(number: int) -> None:
 
 
 def redraws(stream: Any) -> bool:
-    """Return True if lines on a stream can be drawn again: on a terminal, unless a dumb one."""
+    """Return True if a stream can redraw lines: a terminal, unless it is a dumb one."""
     return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Ticker:
-    """Progress of a command: on a terminal a live line after two seconds, elsewhere a line every ten."""
+    """Progress of a command: on a terminal a live line after two seconds, elsewhere a line every ten seconds.
+
+    Args:
+        activity: The current activity.
+        total: Number of units in all; 0 if unknown.
+        stream: The stream; None: standard error.
+        first: Seconds until the first line; 0: the default.
+        every: Seconds between lines; 0: the default.
+    """
 
     def __init__(
         self, activity: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
@@ -201,7 +218,7 @@ class Ticker:
         self.now(activity, total)
 
     def now(self, activity: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
-        """Set the activity, the units in all if known, and the units done."""
+        """Set the activity, the total number of units (0 if unknown), their name, and the number of them done."""
         self._activity, self._total, self._done, self._unit = activity, total, done, unit
 
     def done(self, count: int) -> None:
