@@ -150,7 +150,7 @@ _BYTES = {"": 1, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10*
 
 
 def amount(name: str, text: str, units: Mapping[str, int], accepted: str) -> tuple[Fraction, Fraction]:
-    """Parse an amount with an optional unit; raise ``UserError`` for a text that is none.
+    """Parse an amount with an optional unit; raise ``UserError`` for other texts.
 
     Args:
         name: Name of the value in errors.

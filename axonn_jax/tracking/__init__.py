@@ -1,1 +1,1 @@
-"""Trackers of a run: files of its directory, Weights & Biases, MLflow, and a user's own."""
+"""Trackers of a run: files in its directory, Weights & Biases, MLflow, and user-defined ones."""

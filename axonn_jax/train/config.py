@@ -1,4 +1,4 @@
-"""The configuration of a training run: the settings of all that takes part in it, each a table; without jax."""
+"""Configuration of a training run: one dataclass per table of the TOML file, without importing jax."""
 
 from dataclasses import dataclass, field
 

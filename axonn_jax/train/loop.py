@@ -65,7 +65,7 @@ class Run:
 
     def go(self, stop: StopSignals) -> int:
         """Train until the last step or a signal to stop; return the exit status."""
-        # Trackers must hear of every kind of end, or a service would show the run as running for ever.
+        # Trackers must hear of every kind of end, or a service would show the run as running forever.
         with contextlib.ExitStack() as ending:
             self._begin(ending)
             status = self._go(stop)

@@ -142,12 +142,12 @@ class Checkpoints:
         if where == "never":
             return None
         if where != "auto":
-            checkpoint = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
+            requested = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
             try:
-                self._load(checkpoint)
+                self._load(requested)
             except CorruptCheckpoint as fault:
                 raise UserError("checkpoint.resume", where, f"a valid checkpoint; {fault}") from None
-            return checkpoint
+            return requested
         below, unread = None, ""
         while (checkpoint := newest(self.directory, self._sync, self._say, below=below)) is not None:
             try:

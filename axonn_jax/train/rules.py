@@ -120,6 +120,6 @@ def check_rules(settings: Chosen) -> None:
         UserError: A setting has a value that another setting rules out.
     """
     settings.prune.check()
-    settings.memory.resident_bytes  # noqa: B018  raises for a text that is no amount
+    settings.memory.resident_bytes  # noqa: B018  raises for a text that is not an amount
     for rule in RULES:
         rule.check(settings)
