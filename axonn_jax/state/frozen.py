@@ -1,4 +1,4 @@
-"""Frozen weights on one mesh: those that layers read and no step changes, without gradients or optimizer state."""
+"""Frozen weights on one mesh: layers read them, no step changes them, and they have no gradients or moments."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,52 +16,53 @@ from axonn_jax.tensor.params import Params
 
 
 class FrozenWeights:
-    """Frozen weights in the programs' form, kept in one dtype but for those with a role.
+    """Frozen weights as the compiled programs read them, stacked and in one dtype; those with a role stay float32.
 
     Args:
-        params: Float32 parameters on the mesh, under the layers' own names.
-        stack: Form of the model's parameters in its programs.
+        params: Float32 parameters on the mesh, under per-layer names.
+        stack: Model with its layers both stacked and separate.
         mesh: Mesh of the parameters.
-        dtype: Dtype in which they are kept.
-        owned: True if `params` may be freed, one after another.
+        dtype: Dtype of the stored weights.
+        owned: True if `params` may be freed, one array after another.
     """
 
     def __init__(self, params: Params, stack: Stack, mesh: Mesh, dtype: Any, *, owned: bool):
         self._stack, self._mesh, self._dtype = stack, mesh, dtype
-        # Taken before weights are rounded to float16, whose rounding bfloat16's does not take back.
+        # Compute the checksums before rounding to float16, which loses bits that the bfloat16 checksum needs.
         self._rounded = numbers_of(params, {}) if dtype == jnp.float16 else {}
-        self.arrays = self._kept(params, owned=owned)
-        """Arrays by their names in the programs."""
+        self.arrays = self._in_program_form(params, owned=owned)
+        """Stacked arrays, under the names that the programs use."""
 
     @property
-    def own(self) -> Mapping[str, Any]:
-        """The weights by the layers' own names, of scanned ones a `LayerSlice`; nothing is copied."""
+    def per_layer(self) -> Mapping[str, Any]:
+        """Weights under per-layer names, scanned ones as `LayerSlice`s; nothing is copied."""
         return unstack_params(self._stack, self.arrays)
 
     def numbers(self) -> dict[str, int]:
-        """Return the numbers of the weights for `adapters.checksum`, by the layers' own names."""
-        return numbers_of(self.own, self._rounded)
+        """Return the weights' numbers for `adapters.checksum`, under per-layer names."""
+        return numbers_of(self.per_layer, self._rounded)
 
     @property
     def bytes(self) -> int:
-        """Bytes of one device."""
+        """Bytes per device."""
         return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in self.arrays.values())
 
     def load(self, read: Callable[[Mapping[str, Any]], Params]) -> None:
-        """Replace the weights by those that `read` makes for their shapes, types and layouts; old ones go first."""
-        wanted = shapes(self.own)
+        """Replace the weights by those `read` returns for their abstract arrays; the old ones are freed first."""
+        abstract = shapes(self.per_layer)
         for array in self.arrays.values():
             array.delete()
-        made, self._rounded = read_numbered(read, wanted)
-        self.arrays = self._kept(made, owned=True)
+        params, self._rounded = read_numbered(read, abstract)
+        self.arrays = self._in_program_form(params, owned=True)
 
-    def _kept(self, params: Params, *, owned: bool) -> Params:
-        joined = self._stack.join(params, self._mesh, used_up=owned)
-        kept: Params = {}
-        for name in list(joined):
-            value = joined.pop(name)
-            kept[name] = value if name in self._stack.parts.roles else value.astype(self._dtype)
-            if owned and kept[name].dtype != value.dtype:
-                jax.block_until_ready(kept[name])
+    def _in_program_form(self, params: Params, *, owned: bool) -> Params:
+        stacked = self._stack.join(params, self._mesh, used_up=owned)
+        arrays: Params = {}
+        for name in list(stacked):
+            value = stacked.pop(name)
+            arrays[name] = value if name in self._stack.parts.roles else value.astype(self._dtype)
+            # Dispatch runs ahead: without the wait every input would stay allocated until its cast has run.
+            if owned and arrays[name].dtype != value.dtype:
+                jax.block_until_ready(arrays[name])
                 value.delete()
-        return kept
+        return arrays

@@ -1,6 +1,6 @@
-"""State of scanned layers: the optimizer on stacked parameters, and the state under the layers' own names.
+"""Optimizer and state of scanned layers, converted between stacked arrays and per-layer names.
 
-Users, checkpoints and optimizers see the layers' own names; between steps nothing is kept under them.
+Between steps only stacked arrays exist; users, checkpoints and optimizers see per-layer names.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,123 +21,130 @@ _ACCEPTED = "one that updates every layer by itself and in the same way, or tens
 
 
 def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.GradientTransformation:
-    """Return the optimizer for stacked parameters; it sees one layer, under the names of the first layer.
+    """Return an optimizer for stacked parameters that treats each layer as if it were separate.
 
-    Its update is traced once and mapped over the layers (`jax.vmap`), so transformations that depend on a parameter's
-    dims or norm (masks by `ndim`, trust ratios, factored moments) give the results of a layer's own array. Its state
-    has the layers' dim in front of arrays that belong to a stacked parameter. The optimizer must pass
-    `check_per_layer`.
+    The wrapped optimizer sees one layer, under the names of the first. Its update is traced once and mapped over the
+    layers (`jax.vmap`), so transformations that depend on a parameter's dims or norm (masks by `ndim`, trust ratios,
+    factored moments) give the same results as on unstacked arrays. State of a stacked parameter has a leading layer
+    dim. The optimizer must pass `check_per_layer`.
+
+    Args:
+        optimizer: Optimizer for parameters under per-layer names.
+        stack: Model with its layers both stacked and separate.
     """
     if not stack.own:
         return optimizer
     first = {name: layers[0] for name, layers in stack.own.items()}
     stacked = {layer: name for name, layer in first.items()}
-    rest = {name for name in stack.parts.params if name not in first}
+    unstacked = {name for name in stack.parts.params if name not in first}
 
-    def divided(tree: Any) -> tuple[Any, Any]:
-        """Split a tree into the rest's entries, and the stacked parameters' under the names of the first layer."""
+    def split(tree: Any) -> tuple[Any, Any]:
+        """Split a tree into unstacked entries, and stacked ones under the names of the first layer."""
         return (
             _with_keys(tree, lambda key: None if key in first else key),
-            _with_keys(tree, lambda key: None if key in rest else first.get(key, key)),
+            _with_keys(tree, lambda key: None if key in unstacked else first.get(key, key)),
         )
 
-    def united(rest: Any, layers: Any) -> Any:
-        return _union(rest, _with_keys(layers, lambda key: stacked.get(key, key)))
+    def merge(unstacked: Any, layers: Any) -> Any:
+        return _union(unstacked, _with_keys(layers, lambda key: stacked.get(key, key)))
 
     def axes(layers: Mapping[str, Any]) -> Any:
-        """Return axes of the parameters' state: 0 for an array with a parameter's leading dim, else None."""
+        # State that belongs to no parameter, such as a step count, is shared by all layers and has no layer dim.
         layer: Any = {name: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for name, p in layers.items()}
         state = jax.eval_shape(optimizer.init, layer)
         return tree_map_with_path(lambda path, _: None if owner(path, layers) is None else 0, state)
 
     def init(params: Any) -> Any:
-        others, layers = divided(params)
-        return united(optimizer.init(others), jax.vmap(optimizer.init, out_axes=axes(layers))(layers))
+        unstacked_params, layers = split(params)
+        return merge(optimizer.init(unstacked_params), jax.vmap(optimizer.init, out_axes=axes(layers))(layers))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        (others, layers), (grads, layers_grads), (state, layers_state) = map(divided, (params, grads, state))
-        over = axes(layers)
-        own_update = partial(optax.with_extra_args_support(optimizer).update, **extra)
-        updates, state = own_update(grads, state, others)
-        mapped = jax.vmap(own_update, in_axes=(0, over, 0), out_axes=(0, over))
+        (unstacked_params, layers), (grads, layers_grads), (state, layers_state) = map(split, (params, grads, state))
+        state_axes = axes(layers)
+        update_fn = partial(optax.with_extra_args_support(optimizer).update, **extra)
+        updates, state = update_fn(grads, state, unstacked_params)
+        mapped = jax.vmap(update_fn, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))
         layers_updates, layers_state = mapped(layers_grads, layers_state, layers)
-        return united(updates, layers_updates), united(state, layers_state)
+        return merge(updates, layers_updates), merge(state, layers_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> None:
-    """Raise ``UserError`` where `per_layer` would differ from the optimizer on the layers' own parameters.
+    """Raise ``UserError`` where `per_layer` would differ from the optimizer on separate layers.
 
-    Found out by trying: a layer's update must not depend on other parameters, must be the same computation under the
-    names of every layer, and its state beside the moments must not depend on the layer.
+    A layer's update must not depend on other parameters, and must be the same computation under every layer's names.
+    State outside the moments must not depend on the layer.
     """
     params = stack.per_layer.params
     layers = [list(names) for names in zip(*stack.own.values(), strict=True)]
-    own = {name for names in layers for name in names}
-    rest = {name: p for name, p in params.items() if name not in own}
+    scanned = {name for names in layers for name in names}
+    unscanned = {name: p for name, p in params.items() if name not in scanned}
     pair = {name: params[name] for names in layers[:2] for name in names}
-    first, *others = (traced_update(optimizer, {name: params[name] for name in names}) for names in layers)
+    first_update, *layer_updates = (
+        traced_update(optimizer, {name: params[name] for name in names}) for names in layers
+    )
     try:
-        check_separable(optimizer, rest | pair, layers[0])
+        check_separable(optimizer, unscanned | pair, layers[0])
     except UserError as error:
         raise UserError("optimizer", "a transformation that looks at all parameters together", _ACCEPTED) from error
-    traced_update(per_layer(optimizer, stack), rest | {name: stack.parts.params[name] for name in stack.own})
-    for index, update in enumerate(others, start=1):
-        if not same_update(first, update):
+    # Trace the wrapped optimizer too, so that one it cannot drive is refused here and not in the first step.
+    traced_update(per_layer(optimizer, stack), unscanned | {name: stack.parts.params[name] for name in stack.own})
+    for index, update in enumerate(layer_updates, start=1):
+        if not same_update(first_update, update):
             raise UserError("optimizer", f"a transformation that treats layers 0 and {index} differently", _ACCEPTED)
 
 
 def unstack_params(stack: Stack, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters under the layers' own names, of stacked ones a `LayerSlice`; nothing is copied."""
-    own: dict[str, Any] = {}
+    """Return parameters under per-layer names, stacked ones as `LayerSlice`s, without copying arrays."""
+    unstacked: dict[str, Any] = {}
     for name, value in params.items():
         layers = stack.own.get(name)
-        own |= {name: value} if layers is None else {layer: layer_of(value, i) for i, layer in enumerate(layers)}
-    return own
+        unstacked |= {name: value} if layers is None else {layer: layer_of(value, i) for i, layer in enumerate(layers)}
+    return unstacked
 
 
 def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: Any) -> Any:
-    """The state of `per_layer` as the optimizer's own, under the layers' names; see `unstack_params`."""
+    """Return the state of `per_layer` in the wrapped optimizer's form, under per-layer names; see `unstack_params`."""
     if not stack.own:
         return state
-    known = {own: (name, i) for name, layers in stack.own.items() for i, own in enumerate(layers)}
+    locations = {layer_name: (name, i) for name, layers in stack.own.items() for i, layer_name in enumerate(layers)}
     leaves = dict(tree_leaves_with_path(state))
 
-    def find(path: Any, _: Any) -> Any:
-        own = owner(path, known)
-        if own is None:
+    def leaf_of(path: Any, _: Any) -> Any:
+        layer_name = owner(path, locations)
+        if layer_name is None:
             return leaves[path]
-        name, layer = known[own]
-        return layer_of(leaves[_renamed(path, own, name)], layer)
+        name, layer = locations[layer_name]
+        return layer_of(leaves[_renamed(path, layer_name, name)], layer)
 
-    return tree_map_with_path(find, jax.eval_shape(optimizer.init, stack.per_layer.trained))
+    return tree_map_with_path(leaf_of, jax.eval_shape(optimizer.init, stack.per_layer.trained))
 
 
-def stack_state(stack: Stack, state: Any, like: Any, *, used_up: bool = False) -> Any:
-    """Undo `unstack_state`; `like` is a state of `per_layer`, whose layouts the result gets.
+def stack_state(stack: Stack, state: Any, abstract: Any, *, used_up: bool = False) -> Any:
+    """Invert `unstack_state`; the result has the layouts of `abstract`, a state of `per_layer`.
 
-    With `used_up` stacked arrays are taken over, and layers' arrays are deleted kind by kind, so that both forms of
-    only one kind take memory.
+    With `used_up`, stacked arrays are reused, and the arrays of all layers are deleted as soon as their stack exists,
+    so that at most one parameter or moment occupies memory in both forms.
     """
     if not stack.own:
         return state
     leaves = dict(tree_leaves_with_path(state))
 
-    def join(path: Any, want: Any) -> Any:
+    def join(path: Any, target: Any) -> Any:
         name = owner(path, stack.own)
         if name is None:
-            return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), want.sharding)
-        layers = [leaves[_renamed(path, name, own)] for own in stack.own[name]]
+            return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), target.sharding)
+        layers = [leaves[_renamed(path, name, layer_name)] for layer_name in stack.own[name]]
+        # All slices are views of the same stacked array, so the first one's part is the result.
         if used_up and isinstance(layers[0], LayerSlice):
             return layers[0].parts[0]
-        return join_layers(joined(layers), want.sharding, used_up=used_up)
+        return join_layers(joined(layers), target.sharding, used_up=used_up)
 
-    return tree_map_with_path(join, like)
+    return tree_map_with_path(join, abstract)
 
 
 def _renamed(path: Any, name: str, new: str) -> Any:
-    """The path with another parameter's name in the place of `name`."""
     return tuple(DictKey(new) if isinstance(key, DictKey) and key.key == name else key for key in path)
 
 
@@ -146,7 +153,7 @@ def _is_dict(node: Any) -> bool:
 
 
 def _with_keys(tree: Any, change: Callable[[str], str | None]) -> Any:
-    """Return a tree with the keys of its dicts changed; entries whose new key is None are left out."""
+    """Apply `change` to the dict keys of a tree, dropping entries whose new key is None."""
 
     def changed(node: Any) -> Any:
         if not _is_dict(node):
@@ -156,10 +163,10 @@ def _with_keys(tree: Any, change: Callable[[str], str | None]) -> Any:
     return jax.tree.map(changed, tree, is_leaf=_is_dict)
 
 
-def _union(tree: Any, second: Any) -> Any:
-    """Two trees that differ in the keys of their dicts as one."""
+def _union(tree: Any, other: Any) -> Any:
+    """Merge two trees that differ only in the keys of their dicts."""
 
-    def both(a: Any, b: Any) -> Any:
+    def merge_node(a: Any, b: Any) -> Any:
         return {**a, **b, **{key: _union(a[key], b[key]) for key in a.keys() & b.keys()}} if _is_dict(a) else a
 
-    return jax.tree.map(both, tree, second, is_leaf=_is_dict)
+    return jax.tree.map(merge_node, tree, other, is_leaf=_is_dict)

@@ -95,7 +95,9 @@ class PipelineState:
     def params(self) -> Params:
         """The weights by name, float32 or frozen; of one held at both ends of the pipe the first copy."""
         by_rank = sorted(self.stores.items(), reverse=True)
-        return {name: joined(p) for _, store in by_rank for name, p in {**store.masters, **store.frozen.own}.items()}
+        return {
+            name: joined(p) for _, store in by_rank for name, p in {**store.masters, **store.frozen.per_layer}.items()
+        }
 
     @property
     def opt_state(self) -> dict[int, Any]:
@@ -104,7 +106,10 @@ class PipelineState:
 
     def by_rank(self) -> dict[int, State]:
         """Return the state that training changes, by rank and name."""
-        return {pp_rank: store.named(on_mesh(self.scale.state, store.mesh)) for pp_rank, store in self.stores.items()}
+        return {
+            pp_rank: store.checkpoint_state(on_mesh(self.scale.state, store.mesh))
+            for pp_rank, store in self.stores.items()
+        }
 
     def saved(self) -> State:
         """State that this process saves: an array of several ranks is saved by the first of them, wherever that is."""

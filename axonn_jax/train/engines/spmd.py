@@ -155,7 +155,7 @@ class SpmdEngine:
 
         Of scanned ones copies, with offload in host memory.
         """
-        return joined({**self.store.masters, **self.store.frozen.own})  # type: ignore[no-any-return]
+        return joined({**self.store.masters, **self.store.frozen.per_layer})  # type: ignore[no-any-return]
 
     def merged(self, params: Params) -> Any:  # noqa: D102
         return self._job.merge(params, self._carried)
@@ -260,7 +260,7 @@ class SpmdEngine:
         return self.store.finite()
 
     def state(self) -> State:  # noqa: D102
-        return self.store.named(self._scale) | self._named_carried()
+        return self.store.checkpoint_state(self._scale) | self._named_carried()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
         state = self.store.shapes(self._scale) | self._named_carried()
