@@ -1,9 +1,8 @@
 """Optimizer state in host memory, streamed through the device a bucket at a time (AxoNN, IPDPS 22, section on memory).
 
-On the device stay the weights and the gradients. Master weights and moments are on the host, with the layout that they
-would have on the devices. While bucket k is updated, k+1 is on its way to the device and k-1 on its way back, so at
-most three are on the device. A bucket's old state is freed when the new one takes its place. Buckets for which the
-devices have room stay there.
+Weights and gradients stay on the device. Master weights and moments are on the host, laid out as they would be on the
+devices. While bucket k is updated, k+1 is being copied to the device and k-1 back to the host, so at most three are on
+the device. A bucket's old state is freed when the new one replaces it. Buckets that fit stay on the devices.
 """
 
 from collections.abc import Callable, Collection
@@ -30,13 +29,19 @@ from axonn_jax.tensor.weight_gather import Weights
 
 
 class OffloadedOptimizer:
-    """Optimizer with its state in host memory, with the methods of `DeviceOptimizer`.
+    """Optimizer with its state in host memory and the interface of `DeviceOptimizer`.
 
-    The optimizer treats parameters one by one; an elementwise one cuts parameters larger than a bucket (in elements of
-    a device). Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
-    other meshes have buckets of their own, so that all update them by the same program. Buckets of at most `resident`
-    bytes a device stay on the devices; None: of `report.room` after the first update. `progress` is told of every
-    bucket. Raises ``UserError`` where the optimizer looks at all parameters together.
+    If the optimizer is elementwise, parameters with more elements per device than a bucket are cut. Unless weights are
+    float32, the state includes float32 master weights.
+
+    Args:
+        on_devices: The optimizer as it would run without offload.
+        resident: Bytes per device of buckets that stay on the devices; None: `report.room` after the first update.
+        shared: Parameters on other meshes too; each has a separate bucket, so that all meshes run the same program.
+        progress: Called with a line of text before each bucket.
+
+    Raises:
+        UserError: The optimizer looks at all parameters together.
     """
 
     def __init__(
@@ -52,18 +57,18 @@ class OffloadedOptimizer:
         self._on_devices, self.mesh, self._precisions = on_devices, mesh, precisions
         self._shapes, self._progress = dict(shapes), progress
         abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        self._placed = {name: on_host(NamedSharding(mesh, state_specs[name])) for name in shapes}
-        # What elementwise optimizers do may depend on the name and the number of dims alone.
+        self._host_shardings = {name: on_host(NamedSharding(mesh, state_specs[name])) for name in shapes}
+        # Tiny shapes are enough for an elementwise optimizer: it may only depend on names and numbers of dims.
         small = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), p.dtype) for name, p in abstract.items()}
         treated = treatments(optimizer, small)
-        one = {number: name for name, number in treated.items()}
-        each = {name: abstract[name] for name in one.values()}
-        elementwise = check_offload(optimizer, "memory.offload = optimizer", each)
+        representatives = {number: name for name, number in treated.items()}
+        probes = {name: abstract[name] for name in representatives.values()}
+        elementwise = check_offload(optimizer, "memory.offload = optimizer", probes)
         if not elementwise:
             treated = treatments(optimizer, abstract)
         forms = {
             name: UpdateForm(
-                self._placed[name].shard_shape(shape),
+                self._host_shardings[name].shard_shape(shape),
                 specs[name],
                 state_specs[name],
                 treated[name],
@@ -81,14 +86,14 @@ class OffloadedOptimizer:
         self._undecided, self._staying = resident is None, fitting(self._sizes, resident or 0)
 
     def bytes(self) -> StateBytes:
-        """Return the bytes of one device and its host, by formula; three further buckets of state are on the device.
+        """Return bytes per device by formula, without the up to three buckets of state that are being streamed.
 
-        The bytes on the host are those that travel each way in an update.
+        An update moves the host's bytes once in each direction.
         """
         resident = sum(self._sizes[number] for number in self._staying)
-        usual = replace(self._on_devices.bytes(), offloaded=True, resident=resident)
-        # Float32 weights are their own masters, in other forms too, whose values are taken out for an update.
-        return usual if self._precisions.master_weights else replace(usual, masters=0)
+        on_devices = replace(self._on_devices.bytes(), offloaded=True, resident=resident)
+        # Float32 weights are their own masters. This holds for pruned ones too: an update extracts their values.
+        return on_devices if self._precisions.master_weights else replace(on_devices, masters=0)
 
     @property
     def state_specs(self) -> Specs:
@@ -96,7 +101,8 @@ class OffloadedOptimizer:
         return self._on_devices.state_specs
 
     def start(self, params: Params, extra: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
-        """Return the first state of float32 parameters; parameters that are `owned` are freed as they are used."""
+        """Return the initial state of float32 parameters, freeing each as it is used if they are `owned`."""
+        # Refuse before the first allocation; past XLA's limit on pinned memory the run would fail halfway.
         check_pinned(self.bytes().host, self.mesh.local_devices)
         params, weights = dict(params), {}
         states: list[Any] = []
@@ -116,20 +122,20 @@ class OffloadedOptimizer:
     def after(
         self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
     ) -> tuple[ModelState, jax.Array]:
-        """Return the state after an update, as `DeviceOptimizer.after`; `model` is used up.
+        """Return the state after an update, as `DeviceOptimizer.after` does, and an array that is ready once it ran.
 
-        Also returns an array that is ready when all has run. Moves every state byte on the host to the device and back.
-        Collectives: with ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize *
-        elements` bytes a device; where the optimizer is not elementwise, its own collectives on sharded parameters.
+        Donates `model`. Moves every byte of state on the host to the device and back. Collectives: with ZeRO, an
+        all-gather of the new weights over `data` per bucket, `(G-1)/G * itemsize * elements` bytes per device; if the
+        optimizer is not elementwise, its own collectives on sharded parameters.
         """
         weights, grads = self._values(model), dict(grads)
         done: Any = None
 
         def update(number: int, state: Any) -> Any:
             nonlocal done
-            bucket, own = self._begin(number, weights)
-            taken = self._take(grads, number)
-            new, state, done, _ = self.programs.update(bucket, own, state, taken, factor, value, finite)
+            bucket, old = self._begin(number, weights)
+            popped = self._take(grads, number)
+            new, state, done, _ = self.programs.update(bucket, old, state, popped, factor, value, finite)
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
@@ -137,22 +143,20 @@ class OffloadedOptimizer:
         return self._state(weights, model.optimizer, self._formed(model)), done
 
     def reducing(self, model: ModelState, sums: Params, value: Any, finite: jax.Array) -> tuple[ModelState, jax.Array]:
-        """Return the state after an update by unreduced sums of gradients, and the gradients' global norm.
+        """Return the state after an update by unreduced gradient sums, and the gradients' global norm.
 
-        `sums` are laid out by `unreduced_spec`; state is not split over `data`. Collectives: those of
-        `reduce_gradients`, a bucket's in one program with the update of the one before, neither waiting for the other.
+        `sums` are laid out by `unreduced_spec`; the state must not be split over `data`. Collectives: those of
+        `reduce_gradients`. A bucket's reduction shares a program with the update of the previous bucket; neither waits.
         """
         weights, sums = self._values(model), dict(sums)
-        row = self.programs.reduce(self.buckets[0], self._take(sums, 0))
+        row, factor = self.programs.reduce(self.buckets[0], self._take(sums, 0)), np.float32(1.0)
 
         def update(number: int, state: Any) -> Any:
             nonlocal row
-            bucket, own = self._begin(number, weights)
+            bucket, old = self._begin(number, weights)
             last = number + 1 == len(self.buckets)
             following = None if last else (self.buckets[number + 1], self._take(sums, number + 1))
-            new, state, _, row = self.programs.update(
-                bucket, own, state, row, np.float32(1.0), value, finite, following
-            )
+            new, state, _, row = self.programs.update(bucket, old, state, row, factor, value, finite, following)
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
@@ -160,8 +164,7 @@ class OffloadedOptimizer:
         return self._state(weights, model.optimizer, self._formed(model)), _norm(row[1], finite)
 
     def program(self, state: ModelState) -> Apply:
-        """Return a function like `DeviceOptimizer.program`'s; the host streams, as it must wait for room on the
-        devices."""
+        """Return the update as a function; not one compiled program, since the host has to wait for device memory."""
         return lambda state, grads, factor, value: self.after(state, grads, factor, value, np.bool_(True))
 
     def restored(
@@ -174,39 +177,41 @@ class OffloadedOptimizer:
     ) -> ModelState:
         """Return the state with these float32 weights and optax state, in the form of `masters` and `opt_state`.
 
-        Arrays that are to be cut are freed one after another where they are `owned`.
+        Arrays that have to be cut are freed one after another if they are `owned`.
         """
         weights = {}
-        for name, value in masters.items():  # one by one, as cut arrays are copied
+        # One at a time: joining a cut array makes a full float32 copy, which is freed again after the cast.
+        for name, value in masters.items():
             weight = jax.device_put(joined(value), NamedSharding(self.mesh, self._on_devices.specs[name]))
             weights[name] = weight.astype(self._precisions.weights_of(name))
         leaves = tree_leaves_with_path((masters if self._precisions.master_weights else {}, optimizer))
-        parts = {path: self._parts(path, leaf, owned) for path, leaf in leaves}  # a `CutArray` is a leaf
+        pieces = {path: self._parts(path, leaf, owned) for path, leaf in leaves}  # a `CutArray` is a leaf
 
-        def part(bucket: Bucket) -> Any:
-            def find(path: Any, _: Any) -> Any:
-                of_leaf = parts[path]
-                leaf = of_leaf[bucket.part if len(of_leaf) > 1 else 0]
+        def bucket_state(bucket: Bucket) -> Any:
+            def piece_of(path: Any, _: Any) -> Any:
+                leaf_pieces = pieces[path]
+                leaf = leaf_pieces[bucket.part if len(leaf_pieces) > 1 else 0]
                 return leaf if leaf.ndim else transferred(leaf, "device")  # each bucket uses its numbers up
 
-            return tree_map_with_path(find, self.programs.abstract_state(bucket.abstract(self.mesh)))
+            return tree_map_with_path(piece_of, self.programs.abstract_state(bucket.abstract(self.mesh)))
 
-        states = [part(bucket) for bucket in self.buckets]
+        states = [bucket_state(bucket) for bucket in self.buckets]
         settle(states, self._staying)
         return self._state(weights, states, self._empty(extra))
 
     def opt_state(self, model: ModelState) -> Any:
-        """Return the optax state, its arrays in host memory; an array that is cut is a `CutArray`."""
+        """Return the optax state in host memory; cut arrays are `CutArray`s."""
         return self._by_parameter(model)[1]
 
     def masters(self, model: ModelState) -> Params:
-        """The float32 weights by name, in host memory, `CutArray` where cut; weights that are float32 themselves."""
+        """Return float32 weights by name: masters in host memory, cut ones as `CutArray`s, or the model's weights."""
         return self._by_parameter(model)[0] if self._precisions.master_weights else self._values(model)
 
     def _stream(self, states: list[Any], update: Callable[[int, Any], Any]) -> None:
-        """Update all states; behind the first update decide which stay on the devices, if that is undecided."""
+        """Update all states; after the first update, decide which stay on the devices."""
         self._staying = {number for number, state in enumerate(states) if stays(state)}
         stream(states, update, self._staying)
+        # Only now does the device's peak include a complete step, so the room beside it is known.
         if self._undecided and not self._staying:
             jax.block_until_ready(states)
             self._staying = fitting(self._sizes, room(self.mesh))
@@ -214,42 +219,39 @@ class OffloadedOptimizer:
         self._undecided = False
 
     def _values(self, model: ModelState) -> Params:
-        """Return the weights that are updated: of parameters in another form the trained values, in new arrays."""
         formed = self._formed(model)
         plain: Any = {name: weight for name, weight in model.weights.items() if name not in formed}
         return plain if self._on_devices.forms is None else plain | _values(self._on_devices.forms, formed)
 
     def _formed(self, model: ModelState) -> Weights:
-        """Return the weights of the parameters in another form."""
         forms = self._on_devices.forms
         return {} if forms is None else {name: model.weights[name] for name in forms.shapes}
 
     def _empty(self, extra: Params) -> Weights:
-        """Return weights of the parameters in another form, of no values yet."""
         forms = self._on_devices.forms
         return {} if forms is None else _first(forms, self._precisions.weights, extra)
 
     def _state(self, weights: Params, optimizer: Any, onto: Weights) -> ModelState:
-        """Return the state of the buckets' weights; values of parameters in another form are written into `onto`."""
+        """Return the state of the buckets' weights; `onto` receives the values of pruned parameters."""
         forms = self._on_devices.forms
         if forms is None:
             return ModelState({**weights}, {}, optimizer)
-        written = _written(forms, onto, {name: weights[name] for name in onto})
-        return ModelState({**weights, **written}, {}, optimizer)
+        formed = _with_values(forms, onto, {name: weights[name] for name in onto})
+        return ModelState({**weights, **formed}, {}, optimizer)
 
     def _by_parameter(self, model: ModelState) -> tuple[Params, Any]:
         leaves = [dict(tree_leaves_with_path(state)) for state in model.optimizer]
 
-        def find(path: Any, want: Any) -> Any:
+        def leaf_of(path: Any, target: Any) -> Any:
             name = owner(path, self._shapes)
             numbers = [0] if name is None else self._numbers[name]
-            if name is None or len(numbers) == 1 or want.shape != self._shapes[name]:
+            if name is None or len(numbers) == 1 or target.shape != self._shapes[name]:
                 return leaves[numbers[0]][path]
             parts = tuple(leaves[number][path] for number in numbers)
-            return CutArray(parts, want.shape, self._placed[name], self.buckets[numbers[0]].dim)
+            return CutArray(parts, target.shape, self._host_shardings[name], self.buckets[numbers[0]].dim)
 
-        full = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
-        return tree_map_with_path(find, self.programs.abstract_state(full))  # type: ignore[no-any-return]
+        abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
+        return tree_map_with_path(leaf_of, self.programs.abstract_state(abstract))  # type: ignore[no-any-return]
 
     def _parts(self, path: Any, array: Any, owned: bool) -> list[Any]:
         name = owner(path, self._shapes)
@@ -257,8 +259,8 @@ class OffloadedOptimizer:
             return list(array.parts)
         if name is None or array.shape != self._shapes[name]:
             return [transferred(array, HOST)]
-        if array.sharding != self._placed[name]:
-            array = jax.device_put(array, self._placed[name])
+        if array.sharding != self._host_shardings[name]:
+            array = jax.device_put(array, self._host_shardings[name])
         buckets = [self.buckets[number] for number in self._numbers[name]]
         if len(buckets) == 1:
             return [array]
@@ -273,7 +275,7 @@ class OffloadedOptimizer:
         return bucket, [weights[name] for name in bucket.names]
 
     def _take(self, grads: Params, number: int) -> list[jax.Array]:
-        """Take a bucket's gradients, and drop gradients that no later bucket needs."""
+        """Return a bucket's gradients, and drop those that no later bucket needs to free their memory early."""
         names = self.buckets[number].names
         return [grads.pop(name) if self._numbers[name][-1] == number else grads[name] for name in names]
 
@@ -289,7 +291,7 @@ def _first(forms: PrunedLayout, dtype: jnp.dtype, extra: Params) -> Weights:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _written(forms: PrunedLayout, weights: Weights, values: Params) -> Weights:
+def _with_values(forms: PrunedLayout, weights: Weights, values: Params) -> Weights:
     return forms.written(weights, values)
 
 

@@ -1,4 +1,4 @@
-"""Buckets of an offloaded update, parameters that are updated alike or some rows of a large one, and their programs."""
+"""Buckets of an offloaded update (alike parameters, or rows of a large one) and their compiled programs."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import further_split, shard_mapped, spec_axes
 
-_MOST = 16
-"""Parameters updated by one program: more of them only take longer to compile."""
+_MAX_PARAMS = 16
+"""Most parameters that one program updates; more only take longer to compile."""
 
 
 @dataclass(frozen=True)
 class UpdateForm:
-    """Key of a parameter's update program: all that the program depends on; no name, so that layers share programs."""
+    """Everything a parameter's update program depends on, without its name, so that layers share programs."""
 
     shape: tuple[int, ...]
     """Shape of the parameter's state on one device."""
@@ -36,39 +36,40 @@ class UpdateForm:
     """Layout of the parameter's weights."""
     state_spec: P
     treatment: int
-    """Number of the update's computation; equal for parameters with the same one."""
+    """Index of the optimizer's computation; parameters with the same index are updated alike."""
     dtype: jnp.dtype
-    """The dtype of the parameter's weights."""
+    """Dtype of the parameter's weights."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one form that are fetched, updated and written back together; methods are for local shards."""
+    """Parameters of one form that are fetched, updated and written back together; methods take local shards."""
 
     names: tuple[str, ...]
-    """Sorted, as in a tree of arrays by name."""
+    """Sorted, like the keys of a pytree's dict."""
     form: UpdateForm
     part: int = 0
-    """Number of the part, for a parameter that is cut."""
+    """Index of the part, for a cut parameter."""
     dim: int = 0
     """Dim along which the parameter is cut."""
     start: int = 0
     rows: int | None = None
-    """Rows of the part along `dim` on every device; None for whole parameters."""
+    """Rows of the part along `dim` on every device; None for uncut parameters."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of each parameter's state in the bucket, on one device."""
+        """Shape of the bucket's part of each parameter's state on one device."""
         shape = self.form.shape
         return shape if self.rows is None else (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])
 
     @property
     def program(self) -> tuple[object, ...]:
-        """Buckets for which this is the same are updated by the same program; where a part begins is an operand."""
+        """Key of the update program, which buckets of equal keys share."""
+        # `start` is an operand and not part of the key, so that all parts of a cut parameter share a program.
         return self.form, len(self.names), self.dim, self.rows
 
     def abstract(self, mesh: Mesh) -> dict[str, Any]:
-        """Return the global shapes, by name, of each parameter's state in the bucket."""
+        """Return abstract global arrays of the bucket's part of each parameter's state."""
         dims = [*self.form.state_spec, *[None] * (len(self.shape) - len(self.form.state_spec))]
         shape = tuple(
             size * prod(mesh.shape[axis] for axis in spec_axes(P(dim)))
@@ -83,7 +84,7 @@ class Bucket:
         return [lax.dynamic_slice_in_dim(array, start, self.rows, self.dim) for array in arrays]
 
     def take_weights(self, weights: list[jax.Array], start: jax.Array) -> list[jax.Array]:
-        """The float32 elements of weights that a device keeps the state of."""
+        """Return, in float32, the elements of weights whose state is on this device."""
         split = further_split(self.form.spec, self.form.state_spec)
         if split is not None:
             dim, axes = split
@@ -94,37 +95,39 @@ class Bucket:
     def write_weights(
         self, weights: list[jax.Array], parts: list[jax.Array], start: jax.Array, finite: jax.Array
     ) -> list[jax.Array]:
-        """Write the new values of a bucket's part into weights where they are `finite`.
+        """Write the bucket's new values into weights if they are `finite`.
 
         Collectives: an all-gather of split parts over the replicas.
         """
         shape, at = self.form.shape, self.dim
         dim, axes = further_split(self.form.spec, self.form.state_spec) or (None, ())
-        if dim is not None:  # a dim for the replicas goes before the one that they split
+        # A separate replica dim in front of the split one lets one slice address the same rows of every replica.
+        if dim is not None:
             parts = list(lax.all_gather(jnp.stack(parts), axes, axis=dim + 1))
             at += at >= dim
-        written = []
+        new_weights = []
         for weight, part in zip(weights, parts, strict=True):
             view = weight if dim is None else weight.reshape(*shape[:dim], -1, *shape[dim:])
             starts = [start if d == at else jnp.int32(0) for d in range(view.ndim)]
+            # Select on the part, not on the full weight, which would be copied.
             part = jnp.where(finite, part, lax.dynamic_slice(view, starts, part.shape))
-            written.append(lax.dynamic_update_slice(view, part, starts).reshape(weight.shape))
-        return written
+            new_weights.append(lax.dynamic_update_slice(view, part, starts).reshape(weight.shape))
+        return new_weights
 
     def split(self, row: jax.Array) -> list[jax.Array]:
-        """Split a row from `reduce` into its parts."""
+        """Return the parts of a row from `reduce`."""
         return [part.reshape(self.shape) for part in jnp.split(row, len(self.names))]
 
     def reduce(self, sums: list[jax.Array], start: jax.Array, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-        """Reduce the bucket's part of sums [1, ...], laid out by `unreduced_spec`; return it in a row, and its squares
-        [1].
+        """Reduce the bucket's part of sums [1, ...], laid out by `unreduced_spec`.
 
-        In the squares every element of the model counts once. Collective: one all-reduce, bytes as in
+        Returns the reduced elements as a row and their sum of squares [1]. Collective: one all-reduce, bytes as in
         `reduce_gradients`.
         """
         spec = self.form.spec
         row = jnp.concatenate([part.reshape(-1) for part in self.take([g[0] for g in sums], start)])
         row = all_reduce(row, reduced_axes(spec))
+        # Divide by the number of devices with the same elements, so that a sum over devices counts each of them once.
         copies = prod(size for axis, size in mesh.shape.items() if axis not in spec_axes(spec))
         return row, (jnp.sum(jnp.square(row.astype(jnp.float32))) / copies)[None]
 
@@ -132,10 +135,10 @@ class Bucket:
 def plan_updates(
     forms: Mapping[str, UpdateForm], capacity: int, shared: Collection[str] = (), *, cut: bool = True
 ) -> list[Bucket]:
-    """Group parameters of the same form, at most `capacity` elements on a device; a larger one is `cut`.
+    """Return buckets of parameters of equal form, of at most `capacity` elements per device.
 
-    The cut is along the first dim with rows for so many parts, or else the longest. Parameters that are `shared` come
-    first, in buckets of their own.
+    `shared` parameters come first, each in a separate bucket. With `cut`, a parameter larger than `capacity` is cut
+    along the first dim with enough rows, or else the longest.
     """
     groups: dict[tuple[UpdateForm, str], list[str]] = {}
     for name in sorted(forms, key=lambda name: (name not in shared, name)):
@@ -153,29 +156,29 @@ def plan_updates(
                 for part, start in enumerate(range(0, form.shape[dim], rows))
             ]
             continue
-        count = -(-len(names) // min(max(capacity // size, 1), _MOST))
-        each = -(-len(names) // count)
-        buckets += [Bucket(tuple(names[at : at + each]), form) for at in range(0, len(names), each)]
+        count = -(-len(names) // min(max(capacity // size, 1), _MAX_PARAMS))
+        size_limit = -(-len(names) // count)
+        buckets += [Bucket(tuple(names[at : at + size_limit]), form) for at in range(0, len(names), size_limit)]
     return buckets
 
 
 def unreduced_spec(spec: P, mesh: Mesh) -> P:
-    """The layout of a parameter's unreduced sums [devices that add up, ...]: one for every device of `BATCH_AXES`."""
+    """Return the layout of a parameter's unreduced sums; the leading dim has an entry for each device that adds up."""
     over = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1 and axis not in spec_axes(spec))
     return P(over or None, *spec)
 
 
 def unreduced_shardings(specs: Specs, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Layouts of all parameters' unreduced sums."""
+    """Return the shardings of all parameters' unreduced sums."""
     return {name: NamedSharding(mesh, unreduced_spec(spec, mesh)) for name, spec in specs.items()}
 
 
 Row = tuple[jax.Array, jax.Array]
-"""Reduced gradients of a bucket on every device, in a row, and the sum of the squares of all gradients so far."""
+"""Reduced gradients of a bucket, flattened on every device, and the sum of squares of all gradients so far."""
 
 
 class BucketPrograms:
-    """Functions of a bucket's arrays on one mesh, compiled at their first use."""
+    """Programs on a bucket's arrays on one mesh, each compiled at its first use."""
 
     def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh, precisions: Precisions):
         self.optimizer, self.mesh = optimizer, mesh
@@ -184,12 +187,12 @@ class BucketPrograms:
         self._row = P(mesh.axis_names)
 
     def abstract_state(self, params: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Shapes of the state, masters and optax state, of such parameters."""
+        """Return the abstract state of parameters: masters and optax state."""
         optimizer = jax.eval_shape(self.optimizer.init, dict(params))  # type: ignore[arg-type]
         return params if self.master_weights else {}, optimizer
 
     def state_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of a bucket's state on one device, numbers aside."""
+        """Return the bytes of a bucket's state on one device, without scalars, which are never offloaded."""
         leaves = jax.tree.leaves(self.abstract_state(bucket.abstract(self.mesh)))
         layouts = jax.tree.leaves(self._state_shardings(bucket))
         return sum(
@@ -199,7 +202,7 @@ class BucketPrograms:
         )
 
     def first(self, bucket: Bucket, params: list[jax.Array]) -> Any:
-        """The first state, on the devices, of float32 parameters."""
+        """Return the initial state of float32 parameters, on the devices."""
 
         def first(params: list[jax.Array], start: jax.Array) -> list[jax.Array]:
             masters = self._masters_of(bucket, params, start)
@@ -222,17 +225,17 @@ class BucketPrograms:
         finite: Any,
         following: tuple[Bucket, list[jax.Array]] | None = None,
     ) -> tuple[list[jax.Array], Any, jax.Array, Any]:
-        """Return new weights and state, an array that is ready at the end, and the row of the `following` bucket's
-        sums.
+        """Update a bucket; weights and state are donated.
 
-        Uses weights and state up. Collectives: those of `write_weights`, and of `reduce` for the following bucket.
+        Returns new weights, new state, an array that is ready at the end, and the `following` bucket's row, reduced in
+        the same program. Collectives: those of `write_weights`, and of `reduce` for the following bucket.
         """
         names, leaves, tree = bucket.names, *jax.tree.flatten(state)
         specs, states = ([spec] * len(names) for spec in (bucket.form.spec, bucket.form.state_spec))
         reduced = isinstance(grads, list)
 
-        def update(weights: list[jax.Array], leaves: list[jax.Array], start: Any, grads: Any, *given: Any) -> Any:
-            factor, value, finite, ahead = given
+        def update(weights: list[jax.Array], leaves: list[jax.Array], start: Any, grads: Any, *operands: Any) -> Any:
+            factor, value, finite, ahead = operands
             masters, optimizer = jax.tree.unflatten(tree, leaves)
             masters = masters or self._masters_of(bucket, weights, start)
             row: Any = () if reduced else grads
@@ -245,29 +248,29 @@ class BucketPrograms:
             masters = optax.apply_updates(masters, updates)
             cast = [masters[name].astype(bucket.form.dtype) for name in names]
             write = self._manual(bucket.write_weights, (specs, states, P(), P()), specs)
-            after = jax.tree.leaves((masters if self.master_weights else {}, optimizer))
-            kept = [jnp.where(finite, new, old) for new, old in zip(after, leaves, strict=True)]
+            new_state = jax.tree.leaves((masters if self.master_weights else {}, optimizer))
+            selected = [jnp.where(finite, new, old) for new, old in zip(new_state, leaves, strict=True)]
             if following:
                 row, squares = self._reduction(following[0])(*ahead)
                 row = row, squares + grads[1]
-            return write(weights, cast, start, finite), kept, jnp.zeros((), jnp.int32), row
+            return write(weights, cast, start, finite), selected, jnp.zeros((), jnp.int32), row
 
         def shardings() -> Any:
             rows = () if reduced else (NamedSharding(self.mesh, self._row),) * 2
-            own = [NamedSharding(self.mesh, spec) for spec in specs]
-            return own, jax.tree.leaves(self._state_shardings(bucket)), NamedSharding(self.mesh, P()), rows
+            weight_shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+            return weight_shardings, jax.tree.leaves(self._state_shardings(bucket)), NamedSharding(self.mesh, P()), rows
 
         ahead = (following[1], np.int32(following[0].start)) if following else ()
-        given = (weights, leaves, np.int32(bucket.start), grads, factor, value, finite, ahead)
+        operands = (weights, leaves, np.int32(bucket.start), grads, factor, value, finite, ahead)
         key = (bucket.program, reduced, following and following[0].program)
-        new, leaves, done, row = self._run(key, update, shardings, (0, 1), *given)
+        new, leaves, done, row = self._run(key, update, shardings, (0, 1), *operands)
         return new, jax.tree.unflatten(tree, leaves), done, row
 
     def reduce(self, bucket: Bucket, sums: list[jax.Array]) -> Row:
-        """The row of a bucket's sums; collectives of `Bucket.reduce`."""
-        given = (sums, np.int32(bucket.start))
+        """Return the row of a bucket's sums; collectives of `Bucket.reduce`."""
+        arguments = (sums, np.int32(bucket.start))
         shardings = (NamedSharding(self.mesh, self._row),) * 2
-        return self._run(("reduce", bucket.program), self._reduction(bucket), lambda: shardings, (), *given)  # type: ignore[no-any-return]
+        return self._run(("reduce", bucket.program), self._reduction(bucket), lambda: shardings, (), *arguments)  # type: ignore[no-any-return]
 
     def _masters_of(self, bucket: Bucket, weights: list[jax.Array], start: jax.Array) -> Params:
         specs, states = ([spec] * len(weights) for spec in (bucket.form.spec, bucket.form.state_spec))
@@ -288,9 +291,10 @@ class BucketPrograms:
         return (layouts if masters else {}), state_layout(optimizer, shapes, layouts, NamedSharding(self.mesh, P()))
 
     def _run(
-        self, key: Hashable, function: Any, shardings: Callable[[], Any], donated: tuple[int, ...], *given: Any
+        self, key: Hashable, function: Any, shardings: Callable[[], Any], donated: tuple[int, ...], *arguments: Any
     ) -> Any:
         if key not in self.compiled:
+            # `keep_unused`: a weight that is overwritten without being read must still be donated.
             options = {"donate_argnums": donated, "out_shardings": shardings(), "keep_unused": True}
-            self.compiled[key] = jax.jit(function, **options).lower(*given).compile()
-        return self.compiled[key](*given)
+            self.compiled[key] = jax.jit(function, **options).lower(*arguments).compile()
+        return self.compiled[key](*arguments)

@@ -1,4 +1,4 @@
-"""The optax transformation that keeps another one's state in host memory, for training loops of their own."""
+"""Optax wrapper that keeps an optimizer's state in host memory, for users' training loops."""
 
 from functools import partial
 from itertools import chain
@@ -21,18 +21,21 @@ from axonn_jax.memory.optimizer_traits import check_offload, check_optimizer_typ
 def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:
     """Return the optimizer with its state in host memory, streamed through the devices in buckets of parameters.
 
-    Parameters of a bucket are updated together: their state is copied to the devices while the bucket before is
-    updated, and back while the next one is. Arrays keep their sharding. Call `init` and `update` outside of `jax.jit`;
-    each bucket's update is a compiled program. Masks and labels of the optimizer see parameters as a flat dict by path
-    (`jax.tree_util.keystr`). No collectives.
+    Parameters of a bucket are updated together. Their state is copied to the devices during the update of the previous
+    bucket, and back during that of the next. Arrays keep their sharding. Call `init` and `update` outside `jax.jit`;
+    each bucket's update is a compiled program. Masks and labels of the optimizer see parameters as a flat dict keyed by
+    path (`jax.tree_util.keystr`). No collectives.
 
     Args:
-        optimizer: A transformation that treats every parameter by itself.
-        bucket: Elements of a bucket at most; a larger parameter is a bucket of its own.
+        optimizer: A transformation that treats every parameter independently.
+        bucket: Most elements in a bucket; a larger parameter gets a bucket to itself.
+
+    Returns:
+        A transformation whose state is one optax state per bucket, keyed by the names of the bucket's parameters.
 
     Raises:
-        UserError: The optimizer looks at all parameters together; a call is inside a transformation of jax's, or gets
-            other parameters than the one before.
+        UserError: The optimizer looks at all parameters together, a call is inside a JAX transformation, or `update`
+            gets other parameters than `init` did.
     """
     _check_outside({})
     bucket = integer("bucket", bucket, 1)
@@ -49,33 +52,36 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         for name, leaf in flat.items():
             if not isinstance(leaf, jax.Array):
                 raise UserError(f"params{name}", type(leaf).__name__, "an array of jax")
+        # One group for all dtypes and shardings: parameters of a bucket only share a program and are never packed.
         leaves = [Leaf(name, leaf.size, ()) for name, leaf in flat.items()]
         groups = {}
         for names in plan_buckets(leaves, bucket):
-            own: Any = {name: flat[name] for name in names}
-            layouts = {name: leaf.sharding for name, leaf in own.items()}
+            group: Any = {name: flat[name] for name in names}
+            layouts = {name: leaf.sharding for name, leaf in group.items()}
             first = layouts[names[0]]
             scalar = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
-            shardings = state_layout(jax.eval_shape(optimizer.init, own), own, layouts, scalar)
-            groups[tuple(names)] = transferred(jax.jit(optimizer.init, out_shardings=shardings)(own), HOST)
+            shardings = state_layout(jax.eval_shape(optimizer.init, group), group, layouts, scalar)
+            groups[tuple(names)] = transferred(jax.jit(optimizer.init, out_shardings=shardings)(group), HOST)
         return groups
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         flat, weights = _flat(grads), None if params is None else _flat(params)
-        for given, names in (
+        for argument, names in (
             ("state", {*chain(*state)} if isinstance(state, dict) else set()),
             ("params", {*(weights or flat)}),
         ):
             if names != flat.keys():
-                raise UserError("axonn_jax.offload", f"{given} of other parameters", "those of the gradients in update")
+                raise UserError(
+                    "axonn_jax.offload", f"{argument} of other parameters", "those of the gradients in update"
+                )
         groups, states = list(state), list(state.values())
         updates: dict[str, jax.Array] = {}
 
         def update_group(number: int, state: Any) -> Any:
             names = groups[number]
-            own = None if weights is None else {name: weights[name] for name in names}
-            new, state = updated({name: flat[name] for name in names}, state, own, extra)
-            updates.update(new)
+            group_params = None if weights is None else {name: weights[name] for name in names}
+            group_updates, state = updated({name: flat[name] for name in names}, state, group_params, extra)
+            updates.update(group_updates)
             return state
 
         stream(states, update_group)
@@ -92,6 +98,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _check_outside(values: dict[str, Any]) -> None:
-    """Raise ``UserError`` for values of a transformation of jax's, and inside jax.jit, where new arrays are traced."""
+    """Raise ``UserError`` inside a JAX transformation."""
+    # A fresh array shows a surrounding `jax.jit` even where no argument is traced.
     if any(isinstance(value, jax.core.Tracer) for value in (*values.values(), jnp.zeros(()))):
         raise UserError("axonn_jax.offload", "a call inside jax.jit", "offload, init and update outside of it")
