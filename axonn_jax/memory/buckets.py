@@ -1,4 +1,4 @@
-"""Gradient buckets: many small reductions packed into few large ones."""
+"""Gradient buckets, which pack many small collectives into a few large ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -17,7 +17,7 @@ from axonn_jax.tensor.specs import spec_axes
 
 
 class Leaf(NamedTuple):
-    """Gradient's name, size and group, which decide its bucket."""
+    """Name, size and group of a gradient, which determine its bucket."""
 
     name: str
     size: int
@@ -25,9 +25,9 @@ class Leaf(NamedTuple):
 
 
 def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
-    """Packs leaves of the same group, in order, into buckets of at most `capacity` elements.
+    """Pack leaves of the same group, in order, into buckets of at most `capacity` elements; return their names.
 
-    A leaf larger than `capacity` gets a bucket of its own; leaves are never split.
+    A leaf larger than `capacity` gets a bucket to itself; leaves are never split.
     """
     buckets: list[list[str]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[str], int]] = {}
@@ -43,12 +43,12 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
 
 
 def fitting(sizes: Sequence[int], budget: int) -> set[int]:
-    """Return the numbers of the buckets that stay on the devices, the first that fit; `sizes` are bytes a device."""
-    left, staying = budget, set[int]()
+    """Return the indices of the buckets that stay on the devices, the first that fit into `budget` bytes per device."""
+    remaining, staying = budget, set[int]()
     for number, size in enumerate(sizes):
-        if 0 < size <= left:
+        if 0 < size <= remaining:
             staying.add(number)
-            left -= size
+            remaining -= size
     return staying
 
 
@@ -60,18 +60,22 @@ def in_buckets(
     *,
     in_turn: bool,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Send arrays in buckets; yield each one's name and its part of the bucket's result.
+    """Send arrays in buckets; yield the name of each array and its part of the bucket's result.
 
-    `pack` makes [..., elements] of an array by its name; `send` is given a bucket of them and the first one's name. A
-    bucket is put together `in_turn`, when the one before the last has been sent, or as soon as its arrays are there.
-    Left to itself XLA puts all of them together first, a second copy of all gradients.
+    Args:
+        leaves: The arrays, in the order in which to send them.
+        capacity: Most elements in a bucket.
+        pack: Returns an array, by name, as [..., elements].
+        send: Runs the collective on a concatenated bucket; also gets the name of the bucket's first array.
+        in_turn: Concatenate a bucket only once the bucket two before it has been sent, not as soon as its arrays exist.
     """
     results: list[jax.Array] = []
     for bucket in plan_buckets(leaves, capacity):
-        first, *others = map(pack, bucket)
+        first, *tail = map(pack, bucket)
+        # Without this dependence XLA concatenates all buckets first, which is a second copy of all gradients.
         if in_turn and len(results) >= 2:
             first = after(first, results[-2])
-        packed = [first, *others]
+        packed = [first, *tail]
         results.append(send(jnp.concatenate(packed, axis=-1), bucket[0]))
         start = 0
         for name, array in zip(bucket, packed, strict=True):
@@ -87,14 +91,23 @@ def reduce_in_buckets(
     by_parts: bool = True,
     in_turn: bool = True,
 ) -> dict[str, jax.Array]:
-    """Sums each gradient over the mesh axes `axes_of(name)`; inside a manual region.
+    """Sum each gradient over the mesh axes `axes_of(name)`; call it inside a manual region.
 
-    Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one where it is, by
-    one all-reduce, or `by_parts` by one for each. So about two buckets are needed beside the gradients. Bytes a device
-    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes. `in_turn` as for
-    `in_buckets`.
+    Gradients of at most `capacity` elements share an all-reduce per bucket. A larger one is reduced in place, by one
+    all-reduce or, with `by_parts`, by one for each part of `capacity` elements. Temporaries are about two buckets.
+
+    Collectives: all-reduces of `2 (G-1)/G * itemsize * elements` bytes per device on a ring for all gradients, where G
+    is the product of the axes' sizes.
+
+    Args:
+        grads: Local gradients by name.
+        axes_of: Axes to sum a gradient over, by name.
+        capacity: Most elements in a bucket or part.
+        by_parts: Reduce large gradients in parts.
+        in_turn: See `in_buckets`.
     """
     reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
+    # Never copy a large gradient into a bucket; a bucket of one array would only double its memory.
     large = {name: g for name, g in grads.items() if name not in reduced and g.size > capacity}
     for name, g in large.items():
         axes = live(axes_of(name))
@@ -114,10 +127,9 @@ def reduce_in_buckets(
 
 
 def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the gradients in about the order of a backward pass: the last layer's first, those of no layer last.
+    """Return the gradients in the approximate order of a backward pass: last layer first, those of no layer last."""
 
-    A layer's parameters have its number in their names.
-    """
+    # A layer's parameters have its index in their dotted names.
 
     def layer(name: str) -> int:
         return next((int(word) for word in name.split(".") if word.isdecimal()), -1)
@@ -126,7 +138,7 @@ def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.Array:
-    """Sums a gradient over `axes` in parts of at most `capacity` elements, each written where it was read."""
+    """Sum a gradient over `axes` in parts of at most `capacity` elements, each written back in place."""
     dim, rows = part_of(g.shape, capacity)
     lead, count = prod(g.shape[:dim]), -(-g.shape[dim] // rows)
     g = mark_varying(g, axes)
@@ -136,6 +148,7 @@ def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.
         part = lax.dynamic_slice(g, starts, (*[1] * dim, rows, *g.shape[dim + 1 :]))
         return lax.dynamic_update_slice(g, mark_varying(all_reduce(part, axes), axes), starts)
 
+    # A loop over equal parts, so that the program does not grow with the gradient; the ragged last part comes after it.
     full = count - 1 if g.shape[dim] % rows else count
     g = lax.fori_loop(0, lead * full, lambda i, g: reduce_part(g, i // full, i % full * rows, rows), g)
     if full < count:
@@ -145,9 +158,9 @@ def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.
 
 
 def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
-    """Return (dim, rows along it) for cutting an array into parts of at most `capacity` elements.
+    """Return (dim, rows along it) that cut an array into about equal parts of at most `capacity` elements.
 
-    A part lies at one place of the dims before and has all of those behind. Parts are about equally large.
+    A part has a single index along each leading dim and spans every trailing dim.
     """
     for dim, size in enumerate(shape):
         below = prod(shape[dim + 1 :])
@@ -157,7 +170,7 @@ def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
 
 
 def _coordinates(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
-    """The indices along every dim of the element with this flat index."""
+    """Return the indices along every dim of the element with a flat index, like `np.unravel_index`."""
     indices: list[jax.Array] = []
     for size in reversed(shape):
         indices.insert(0, index % size)
@@ -166,6 +179,8 @@ def _coordinates(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
 
 
 def reduced_axes(spec: P, token_axes: Sequence[str] = BATCH_AXES) -> tuple[str, ...]:
-    """Return the axes over which a parameter's gradient is summed once a step: token axes that do not split the
-    parameter."""
+    """Return the axes over which a parameter's gradient is summed once per step.
+
+    These are the token axes that do not split the parameter: over the others each device has a gradient of its part.
+    """
     return tuple(axis for axis in token_axes if axis not in spec_axes(spec))

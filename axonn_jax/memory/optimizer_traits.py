@@ -1,4 +1,4 @@
-"""Traits of an optimizer, read off its traced step: elementwise, one parameter at a time, and its state's owners."""
+"""Traits of an optimizer read off its traced step: elementwise, per parameter, and which parameter owns which state."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,20 +15,21 @@ from optax import GradientTransformation, GradientTransformationExtraArgs, with_
 from axonn_jax.backend.dependence.elements import Computation, by_element, computation
 from axonn_jax.errors import UserError
 
-_OF_MASKS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
-"""Errors of a mask that has all parameters' names, where only part of them is given."""
+_MASK_ERRORS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
+"""Errors that a mask listing all parameters raises on a subset of them."""
 _MASKS = "one whose masks and labels are functions of the parameters that it is given"
 
 Arrays = Mapping[str, Any]
 
 
 def owner(path: tuple[Any, ...], names: Iterable[str]) -> str | None:
-    """Return the parameter among `names` to which a leaf of an optax state belongs, by its path; None: to all."""
+    """Return the parameter among `names` that a leaf of an optax state belongs to, by its path; None: to all."""
+    # Innermost key first: labels of a partition may be dict keys too, and stand outside the parameter's name.
     return next((key.key for key in reversed(path) if isinstance(key, DictKey) and key.key in names), None)
 
 
 def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-    """Return updates and state after a step; `value` is the loss, for transformations that ask for it."""
+    """Return updates and new state; `value` is the loss, for transformations that ask for it."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
         return with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
@@ -40,7 +41,7 @@ _DRIVEN = (
 
 
 def check_optimizer_type(optimizer: Any) -> None:
-    """Raise ``UserError`` for what is no optax transformation."""
+    """Raise ``UserError`` unless `optimizer` is an optax transformation."""
     if isinstance(optimizer, optax.MultiSteps):
         raise UserError("optimizer", "MultiSteps", "the transformation inside it, with microbatches= for its steps")
     if not isinstance(optimizer, GradientTransformation):
@@ -50,7 +51,7 @@ def check_optimizer_type(optimizer: Any) -> None:
 
 
 def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
-    """Raise ``UserError`` naming the transformation that `updated` cannot drive; tried on shapes."""
+    """Raise ``UserError`` naming the transformation that `updated` cannot drive, found by an abstract step."""
     check_optimizer_type(optimizer)
     if (error := _failure(optimizer, params)) is not None:
         faulty = [_name(link) for link in _links(optimizer) if _failure(link, params) is not None]
@@ -60,7 +61,7 @@ def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
 
 
 def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | None:
-    """Return the exception of a first step with such parameters, None without one."""
+    """Return the exception of a first step on abstract parameters, or None."""
     shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in params.items()}
 
     def step(params: Any, value: Any) -> Any:
@@ -68,22 +69,25 @@ def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | N
 
     try:
         jax.eval_shape(step, shapes, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception as error:  # of a stranger's code
+    except Exception as error:  # user code may raise anything
         return error
     return None
 
 
-def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iterable[str]) -> None:
-    """Raise ``UserError`` if the update of a stage's own parameters depends on parameters it does not hold.
+def check_separable(optimizer: GradientTransformation, params: Arrays, subset: Iterable[str]) -> None:
+    """Raise ``UserError`` if the update of the parameters in `subset` depends on any other parameter.
 
-    It does not where an optimizer of the own ones alone computes what that of all computes of them: read off the traced
-    updates, so that what shows late, or where parameters have moved, is seen too. Of the parameters shapes are enough.
+    Args:
+        optimizer: Any optax transformation.
+        params: All parameters by name; may be abstract.
+        subset: Names of a stage's or a layer's parameters.
     """
-    own = set(own)
-    if len(own) == len(params):
+    # Compare traces, not numbers of a trial step: a dependence may only show after many steps or for other weights.
+    subset = set(subset)
+    if len(subset) == len(params):
         return
     shapes = {name: p.shape for name, p in params.items()}
-    if not _alike(optimizer, shapes, {name: shapes[name] for name in shapes if name in own}):
+    if not _same_on_subset(optimizer, shapes, {name: shapes[name] for name in shapes if name in subset}):
         raise UserError(
             "optimizer", f"{_who(optimizer, shapes)}, a transformation that looks at all parameters together",
             "one that treats every parameter by itself where grid.pipe is above 1, since no stage has them "
@@ -92,10 +96,15 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
 
 
 def check_offload(optimizer: GradientTransformation, where: str, params: Arrays) -> bool:
-    """Return True if every element is updated by itself; if not, every parameter must be.
+    """Return True if every element is updated independently; otherwise every parameter must be.
 
-    Read off the traced updates of two parameters of each kind that it treats alike. Raises ``UserError`` naming the
-    transformation that looks at all parameters together; `where` names the option that needs it.
+    Args:
+        optimizer: Any optax transformation.
+        where: The option that requires it, for the message.
+        params: Parameters by name; may be abstract.
+
+    Raises:
+        UserError: A transformation looks at all parameters together; the message names it.
     """
     shapes = _probed(optimizer, params)
     if not _by_parameter(optimizer, shapes):
@@ -108,9 +117,9 @@ def check_offload(optimizer: GradientTransformation, where: str, params: Arrays)
 
 
 def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[Any]]:
-    """Return the computation of an optimizer's step for such parameters, as text and constants.
+    """Return the computation of an optimizer's step for these parameters, as text and constants.
 
-    Raises ``UserError`` where it does not take them without the others.
+    Raises ``UserError`` if the optimizer does not take them without the remaining ones.
     """
     shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
 
@@ -119,27 +128,27 @@ def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[st
 
     try:
         closed = jax.make_jaxpr(step)(shapes, shapes, jax.ShapeDtypeStruct((), jnp.float32))
-    except _OF_MASKS as error:
+    except _MASK_ERRORS as error:
         raise UserError("optimizer", "a transformation that does not take layers one by one", _MASKS) from error
     return str(closed.jaxpr), closed.consts
 
 
 def same_update(first: tuple[str, list[Any]], second: tuple[str, list[Any]]) -> bool:
-    """True if two traces are of the same computation."""
+    """Return True if two traces are of the same computation."""
     (text, constants), (text_2, constants_2) = first, second
     same = text == text_2 and len(constants) == len(constants_2)
     return same and all(np.array_equal(a, b) for a, b in zip(constants, constants_2, strict=True))
 
 
 def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, int]:
-    """Numbers by parameter, the same where the optimizer does the same with them whatever their names."""
-    known: list[tuple[str, list[Any]]] = []
+    """Return a number for each parameter, equal for those that the optimizer treats alike regardless of their names."""
+    traces: list[tuple[str, list[Any]]] = []
     numbers = {}
     for name, p in params.items():
-        traced = traced_update(optimizer, {name: p})
-        number = next((at for at, earlier in enumerate(known) if same_update(traced, earlier)), len(known))
-        if number == len(known):
-            known.append(traced)
+        new_trace = traced_update(optimizer, {name: p})
+        number = next((index for index, trace in enumerate(traces) if same_update(new_trace, trace)), len(traces))
+        if number == len(traces):
+            traces.append(new_trace)
         numbers[name] = number
     return numbers
 
@@ -149,27 +158,28 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
-    """Return large parameters, two of each kind that an optimizer treats in a way of its own."""
+    """Return large parameters, two of each kind that an optimizer treats differently."""
     small: Any = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
     try:
         kinds = treatments(optimizer, small)
-    except UserError:  # masks of all parameters' names
+    except UserError:  # masks that list all parameters
         kinds = {}
     first: dict[int, list[str]] = {}
     for name, kind in kinds.items():
         first.setdefault(kind, []).append(name)
-    names = [name for alike in first.values() for name in alike[:2]]
+    # Two of a kind, since the check looks for updates that depend on a second parameter.
+    names = [name for group in first.values() for name in group[:2]]
     probes = tuple((name, _large(len(small[name].shape))) for name in names)
     return probes or (("matrix", _large(2)), ("matrix_2", _large(2)), ("vector", _large(1)))
 
 
 def _large(dims: int, rows: int = 256) -> tuple[int, ...]:
-    """Return a shape, large since adafactor is elementwise on small ones."""
+    # Large, since Adafactor does not factor small dims and would pass for elementwise.
     return (rows, 130)[:dims] if dims < 3 else (*(2,) * (dims - 2), rows, 130)
 
 
 def _step(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a step of an optimizer, its first state included, and the forms of its arguments."""
+    """Return a step of an optimizer, including its initial state, and its abstract arguments."""
     params: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
     def step(params: Any, grads: Any, state: Any, value: Any) -> Any:
@@ -177,37 +187,37 @@ def _step(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...
 
     try:
         return step, (params, params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.float32))
-    except _OF_MASKS as error:
+    except _MASK_ERRORS as error:
         raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
 
 
 def _computed(
-    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], of: Iterable[str]
+    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], subset: Iterable[str]
 ) -> Computation:
-    """Return what a step computes of some parameters: updates, state, and the state that belongs to none of all."""
+    """Return what a step computes for `subset`: updates, state, and the state that no parameter owns."""
     step, arguments = _step(optimizer, shapes)
-    names = {*of}
+    names = {*subset}
     try:
         return computation(step, *arguments, of=lambda path: owner(path, shapes) in names | {None})
-    except _OF_MASKS as error:
+    except _MASK_ERRORS as error:
         raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
 
 
-def _alike(
-    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], some: Mapping[str, tuple[int, ...]]
+def _same_on_subset(
+    optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]], subset: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Return True if a step of all parameters computes of some what a step of these alone does."""
-    return _computed(optimizer, shapes, some) == _computed(optimizer, some, some)
+    """Return True if a step of all parameters computes the same for `subset` as a step of `subset` alone."""
+    return _computed(optimizer, shapes, subset) == _computed(optimizer, subset, subset)
 
 
 @lru_cache(maxsize=32)
 def _by_parameter(optimizer: GradientTransformation, shapes: Shapes) -> bool:
-    return all(_alike(optimizer, dict(shapes), {name: shape}) for name, shape in shapes)
+    return all(_same_on_subset(optimizer, dict(shapes), {name: shape}) for name, shape in shapes)
 
 
 @lru_cache(maxsize=64)
 def _by_element(optimizer: GradientTransformation, name: str, shape: tuple[int, ...]) -> bool:
-    """Return True if each element is updated by itself, whatever number of them there is."""
+    """Return True if each element is updated independently of the others and of how many there are."""
     step, arguments = _step(optimizer, {name: shape})
     if not by_element(step, *arguments, shape=shape):
         return False
@@ -217,35 +227,37 @@ def _by_element(optimizer: GradientTransformation, name: str, shape: tuple[int, 
         computed = _computed(optimizer, {name: of_shape}, [name]).text
         return computed.replace(shown, "shape").replace(shown.replace(" ", ""), "shape")
 
-    return text(shape) == text(_large(len(shape), rows=384))  # a mean divides by a constant, the number of elements
+    # A mean shows only as division by a constant, the number of elements, so compare two sizes.
+    return text(shape) == text(_large(len(shape), rows=384))
 
 
 def _who(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the names of the transformations of a chain that look at all parameters together."""
+    """Return the names of a chain's transformations that look at all parameters together."""
 
     def looks_at_all(link: GradientTransformation) -> bool:
         try:
             return not _by_parameter(link, tuple(shapes.items()))
-        except Exception:  # a link that a chain's others feed, as with a value
+        except Exception:  # a link that depends on an earlier one, for example on its extra arguments
             return False
 
     return ", ".join(_name(link) for link in _links(optimizer) if looks_at_all(link)) or _name(optimizer)
 
 
 def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation]:
-    """Return the transformations that a chain consists of, or the single one."""
-    held, first = (inspect.getclosurevars(f).nonlocals for f in (optimizer.update, optimizer.init))
-    if isinstance(inner := held.get("tx"), GradientTransformation):
+    """Yield the transformations of a chain, or the single one."""
+    # Optax does not expose a chain's members; they are closure variables of its functions.
+    update_vars, init_vars = (inspect.getclosurevars(f).nonlocals for f in (optimizer.update, optimizer.init))
+    if isinstance(inner := update_vars.get("tx"), GradientTransformation):
         yield from _links(inner)
-    elif "update_fns" in held and "init_fns" in first:
-        for init, update in zip(first["init_fns"], held["update_fns"], strict=True):
+    elif "update_fns" in update_vars and "init_fns" in init_vars:
+        for init, update in zip(init_vars["init_fns"], update_vars["update_fns"], strict=True):
             yield from _links(GradientTransformationExtraArgs(init, update))
     else:
         yield optimizer
 
 
 def _name(optimizer: GradientTransformation) -> str:
-    """Name of the function that made the transformation: optax's functions return closures named after them."""
+    """Return the name of the function that built a transformation; optax returns closures named after it."""
     inner = inspect.getclosurevars(optimizer.update).nonlocals.get("tx")
     if isinstance(inner, GradientTransformation):
         return _name(inner)
@@ -253,8 +265,11 @@ def _name(optimizer: GradientTransformation) -> str:
 
 
 def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
-    """Return an optimizer's state with other numbers of `optax.inject_hyperparams`; raises ``UserError`` for others."""
-    kept = set[str]()
+    """Return an optimizer's state with some numbers of `optax.inject_hyperparams` replaced.
+
+    Raises ``UserError`` for a name that the optimizer does not inject or a value that is no number.
+    """
+    hyperparams = set[str]()
     for name, number in numbers.items():
         if not isinstance(number, int | float):
             raise UserError(name, number, "a number")
@@ -262,10 +277,10 @@ def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
     def replaced(path: Any, leaf: Any) -> Any:
         if len(path) < 2 or getattr(path[-2], "name", None) != "hyperparams":
             return leaf
-        kept.add(name := path[-1].key)
+        hyperparams.add(name := path[-1].key)
         return jax.device_put(np.asarray(numbers.get(name, leaf), leaf.dtype), leaf.sharding)
 
     state = tree_map_with_path(replaced, state)
-    for name in numbers.keys() - kept:
-        raise UserError("set", name, ", ".join(sorted(kept)) or "none; optax.inject_hyperparams keeps them")
+    for name in numbers.keys() - hyperparams:
+        raise UserError("set", name, ", ".join(sorted(hyperparams)) or "none; optax.inject_hyperparams keeps them")
     return state

@@ -1,4 +1,4 @@
-"""Precision: the dtypes of a run, and the loss scale that keeps float16 gradients in range."""
+"""Precision of a run: its dtypes, and the loss scale that keeps float16 gradients in range."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,50 +17,51 @@ _COMPUTE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**10
 CLEAN_STEPS = 200
-"""Steps without overflow after which the factor doubles (AxoNN, IPDPS 22; `inter_layer.py` of its code)."""
+"""Consecutive steps without overflow after which the factor doubles (AxoNN, IPDPS 22; `inter_layer.py` of its code)."""
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """The dtypes of a run. The optimizer's state is float32 whatever they are."""
+    """Dtypes of a run; the optimizer's state is always float32."""
 
     compute: jnp.dtype
     """Dtype of activations, of messages between stages and of gathered weights."""
     weights: jnp.dtype
-    """Dtype of the weights that a step reads: float32, or the compute dtype where float32 masters are kept apart."""
+    """Dtype of the weights that a step reads: float32, or the compute dtype if there are separate float32 masters."""
     grad_dtype: jnp.dtype
-    """Dtype of gradients while they add up over microbatches, and in collectives over `data`."""
+    """Dtype in which gradients are summed over microbatches and reduced over `data`."""
     wide: frozenset[str] = frozenset()
-    """Parameters, by name, whose weights and gradients are float32 all the same."""
+    """Names of parameters whose weights and gradients are always float32."""
 
     def weights_of(self, name: str) -> jnp.dtype:
-        """The dtype of a parameter's weights."""
+        """Return the dtype of a parameter's weights."""
         return FULL.weights if name in self.wide else self.weights
 
     def sums_of(self, name: str) -> jnp.dtype:
-        """The dtype of a parameter's gradients."""
+        """Return the dtype of a parameter's gradients."""
         return FULL.grad_dtype if name in self.wide else self.grad_dtype
 
     @property
     def scaled(self) -> bool:
-        """True if the loss is scaled up, since small gradients would be lost in float16."""
+        """True if the loss is scaled."""
+        # Only float16: small gradients underflow in it, whereas bfloat16 has the range of float32.
         return self.compute == jnp.float16
 
     @property
     def master_weights(self) -> bool:
-        """True if the optimizer has float32 weights of its own."""
+        """True if the optimizer has separate float32 weights."""
         return self.weights != jnp.float32
 
 
 FULL = Precisions(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
-"""Precisions with all of them float32."""
+"""Precisions with every dtype float32."""
 
 
 def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separate_masters: bool = False) -> Precisions:
-    """The dtypes that settings ask for; `auto` is bf16 on accelerators and fp32 on CPU.
+    """Return the dtypes of a run's settings; `auto` is bf16 on accelerators and fp32 on CPU.
 
-    There are `separate_masters` where these are sharded further (ZeRO) or lie elsewhere (offload); otherwise the
-    float32 weights are cast where they are used.
+    Set `separate_masters` if masters are sharded further (ZeRO) or stored elsewhere (offload). Otherwise layers read
+    float32 weights and cast them.
     """
     if precision == "auto":
         precision = "bf16" if half_precision_pays(jax.default_backend()) else "fp32"
@@ -70,27 +71,26 @@ def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separat
 
 
 class Scale(NamedTuple):
-    """Loss scale and count of skipped steps, carried from step to step; scalars."""
+    """Loss scale and count of skipped steps, as scalars carried from step to step."""
 
     factor: Any
     """Factor on the loss before the backward pass, float32; None without loss scaling."""
     clean: Any
     """Steps without overflow since the factor last changed, int32; None without loss scaling."""
     skipped: Any
-    """Skipped steps of the whole run, int32."""
+    """Steps skipped since the start of the run, int32."""
 
 
 def first_scale(*, scaled: bool = True) -> Scale:
-    """The state a run starts with, numbers of the host."""
+    """Return the initial state, as host numbers."""
     none = np.int32(0)
     return Scale(np.float32(FIRST), none, none) if scaled else Scale(None, None, none)
 
 
 def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
-    """Halve the factor after a step that was not finite, which is counted; double it after 200 clean steps, within
-    limits.
+    """Count a step that was not finite and halve the factor, or double it after 200 clean steps, within limits.
 
-    `numbers` is numpy where all of them are of the host.
+    `numbers` is the array module: numpy if all scalars are on the host.
     """
     skipped = scale.skipped + (~finite).astype(np.int32)
     if scale.factor is None:
@@ -104,13 +104,13 @@ def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
 
 
 def on_mesh(scale: Scale, mesh: Mesh) -> Scale:
-    """The state on all devices of a mesh, also where other processes hold some of them."""
+    """Return the state on all devices of a mesh, which may span processes."""
     sharding = NamedSharding(mesh, P())
     return jax.tree.map(lambda v: jax.make_array_from_callback((), sharding, lambda _: np.asarray(v)), scale)  # type: ignore[no-any-return]
 
 
 class HostScale:
-    """The same state for a step that the host decides on; no device is asked."""
+    """`Scale` on the host, for an engine whose host decides whether to update; never waits for a device."""
 
     def __init__(self, *, scaled: bool) -> None:
         self.state = first_scale(scaled=scaled)
@@ -122,13 +122,13 @@ class HostScale:
 
     @property
     def skipped(self) -> int:
-        """Steps of the run that were skipped."""
+        """Steps skipped since the start of the run."""
         return int(self.state.skipped)
 
     def tell(self, *, finite: bool) -> None:
-        """Take note of whether a step was finite."""
+        """Record whether a step was finite."""
         self.state = next_scale(self.state, np.bool_(finite), np)
 
     def restore(self, scale: Scale) -> None:
-        """Go on from a state, on devices perhaps."""
+        """Continue from a state, which may be on devices."""
         self.state = jax.tree.map(np.asarray, scale)

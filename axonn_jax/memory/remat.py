@@ -1,4 +1,4 @@
-"""Layers as a trainer runs them: in sub-batches, and with recomputation in the backward pass."""
+"""Layer runner of training, with sub-batches and activation recomputation."""
 
 from typing import Any
 
@@ -19,25 +19,30 @@ from axonn_jax.tensor.linear import regather_residual
 from axonn_jax.tensor.weight_gather import gather_weights
 
 SubBatches = tuple[jax.Array, ...]
-"""The residual streams of equal parts of a device's sequences: one computes while another communicates."""
+"""Residual streams of equal parts of a device's sequences; one computes while another communicates."""
 
 _LAYER_INPUT = "layer_input"
 
 
 def layer_runner(model: Model, activations: Activations, *, regather: bool = True) -> RunLayer:
-    """Return a function that runs the model's layers under a policy; sub-batches share a layer's gathered weights.
+    """Return a function that runs a layer under a recomputation policy; sub-batches share its gathered weights.
 
-    `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward pass,
-    communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
-    `save_collectives` keeps reduced values and computes the rest again without reducing anything twice (TED, section on
-    communication-aware activation checkpointing); `offload` is `full` with the layer's input in host memory until the
-    backward pass. With `regather` all of them but `none` gather weights again; else recomputation begins with gathered
-    weights, which are kept. All of them, `none` too, gather a stream with a split sequence again for the matmuls.
+    `none` keeps every intermediate. `full` keeps a layer's input and recomputes the layer in the backward pass,
+    including communication. `dots` keeps the outputs of matmuls with weights. `save_collectives` keeps reduced values,
+    so that no reduction runs twice (TED, section on communication-aware activation checkpointing). `offload` is `full`
+    with the layer's input in host memory until the backward pass. Every policy gathers a residual stream with a split
+    sequence again for the matmuls.
+
+    Args:
+        model: The model.
+        activations: The policy.
+        regather: Gather weights again for recomputation, instead of keeping the gathered weights.
     """
 
     def run(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         if len(xs) == 1:
             return (model.run_layer(layer, xs[0], key),)
+        # Gather once for all sub-batches; inside `run_layer` each would gather the weights again.
         layer = gather_weights(layer, xs[0].dtype)
         keys = [None] * len(xs) if key is None else key.split(len(xs))
         return tuple(model.run_layer(layer, x, key) for x, key in zip(xs, keys, strict=True))
@@ -48,11 +53,14 @@ def layer_runner(model: Model, activations: Activations, *, regather: bool = Tru
 
     def recompute(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         if not regather:
+            # Outside `jax.checkpoint`, so that gathered weights are residuals and not recomputed.
             layer = gather_weights(layer, xs[0].dtype)
         graphdef, state = nnx.split(layer)
 
         def pure(state: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
-            if activations == "offload":  # so the backward pass depends on the name and not on the argument
+            # Name the input inside the checkpoint: the backward pass then depends on the named value, which the policy
+            # offloads, and not on the argument, which would stay on the device.
+            if activations == "offload":
                 xs = jax.tree.map(lambda x: checkpoint_name(x, _LAYER_INPUT), xs)
             return run(nnx.merge(graphdef, state), xs, key)
 
@@ -62,11 +70,12 @@ def layer_runner(model: Model, activations: Activations, *, regather: bool = Tru
 
 
 def _saveable(activations: Activations) -> Any:
-    """Return jax's policy for the values, beside its input, that a recomputed layer keeps."""
+    """Return JAX's policy for the values, besides its input, that a recomputed layer keeps."""
+    # Every policy saves the router's choices: a recomputation that rounds differently could send a token elsewhere.
     policies = jax.checkpoint_policies
     if activations == "dots":
-        chosen = policies.save_only_these_names(CHOICES)
-        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, chosen)
+        choices = policies.save_only_these_names(CHOICES)
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, choices)
     if activations == "save_collectives":
         return policies.save_only_these_names(*BLOCK_REDUCTIONS, CHOICES)
     if activations == "offload":
@@ -82,10 +91,10 @@ def _saveable(activations: Activations) -> Any:
 def batch_loss(
     model: Model, batch: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, run_layer: RunLayer, parts: int
 ) -> jax.Array:
-    """Sum of the losses of local sequences [batch, seq + 1], each target weighted by `target_weights`.
+    """Return the sum of the losses of local sequences [batch, seq + 1], each target weighted by `target_weights`.
 
-    The sequences go through the model in so many independent `parts`, so that one part's all-reduces can run beside
-    another's matmuls; bytes are the same, since the parts share gathered weights.
+    The sequences run in independent `parts`, so that the all-reduces of one overlap with the matmuls of another. This
+    sends the same bytes, since the parts share gathered weights.
     """
     gathered: Any = model
     model = gather_weights(gathered, dtype, skip=model.layer_list)
@@ -103,5 +112,5 @@ def batch_loss(
 
     xs = run_layers(getattr(model, model.layer_list), body, xs)
     targets, weights = targets_of(model, batch)
-    first, *others = map(model.total_loss, xs, split(targets), split(weights))
-    return sum(others, first)
+    first, *tail = map(model.total_loss, xs, split(targets), split(weights))
+    return sum(tail, first)

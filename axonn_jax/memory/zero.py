@@ -1,4 +1,4 @@
-"""The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and state split over the replicas."""
+"""Gradient reduction and ZeRO-1 (Rajbhandari et al., SC 20): gradients and optimizer state split over replicas."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
@@ -25,18 +25,19 @@ from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import further_split, shard_mapped, size_over, spec_axes
 
 Split = tuple[int, tuple[str, ...]]
-"""A dim, and the axes of replicas that split it."""
+"""A dim and the replica axes that split it."""
 
 
 def split_over_replicas(
     shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh, stacked: Collection[str] = ()
 ) -> Specs:
-    """Return the layouts with the first divisible dim of every parameter split over its replicas too.
+    """Return the layouts with the first divisible dim of every parameter also split over its replicas.
 
-    Replica axes are `data` and `expert`, for experts `data` alone. A parameter without a divisible dim keeps its
-    layout. The first dim of a `stacked` parameter, its layers', stays whole: a checkpoint takes layer by layer.
+    Replica axes are `data` and `expert`; for experts only `data`. A parameter without a divisible dim keeps its
+    layout, and the layer dim of a `stacked` parameter is never split.
     """
 
+    # Checkpoints read a stacked parameter layer by layer, hence the unsplit layer dim.
     def layout(name: str) -> P:
         axes = tuple(axis for axis in REPLICA_AXES if axis not in spec_axes(specs[name]) and mesh.shape[axis] > 1)
         replicas = size_over(mesh, axes)
@@ -60,12 +61,20 @@ def reduce_gradients(
     *,
     in_turn: bool = True,
 ) -> Params:
-    """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
+    """Reduce each device's sums of gradients to the step's gradients, laid out by `grad_specs`.
 
-    `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: an all-reduce over
-    those of `sum_axes` (`data`, `expert`, `z`, with sequence parallelism `y`; `SplitModule.sum_axes`) over which a
-    parameter is replicated; of these a reduce-scatter over those that `grad_specs` split over. `in_turn` as for
-    `in_buckets`.
+    Call it inside a manual region. Collectives, in buckets of `capacity` elements: an all-reduce over those of
+    `sum_axes` (`data`, `expert`, `z`, with sequence parallelism `y`; `SplitModule.sum_axes`) over which a parameter is
+    replicated, replaced by a reduce-scatter over the axes that `grad_specs` split further.
+
+    Args:
+        sums: Local sums by name.
+        specs: Layouts of the parameters.
+        grad_specs: Layouts of the gradients.
+        capacity: Most elements in a bucket.
+        mesh: Mesh of the parameters.
+        sum_axes: Axes over which a gradient is a partial sum, by name.
+        in_turn: See `in_buckets`.
     """
     split = splits(specs, {name: grad_specs[name] for name in sums})
 
@@ -73,6 +82,7 @@ def reduce_gradients(
         done = split[name][1] if name in split else ()
         return tuple(axis for axis in reduced_axes(specs[name], sum_axes(name)) if axis not in done)
 
+    # Scatter first: the all-reduces over the remaining axes then only carry each device's part.
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity, in_turn=in_turn)
     return reduce_in_buckets(
         {name: parts.get(name, g) for name, g in sums.items()},
@@ -84,13 +94,13 @@ def reduce_gradients(
 
 
 def in_parts(array: jax.Array, dim: int, parts: int) -> jax.Array:
-    """A local array as [parts, elements]: its equal parts along `dim`, each read row by row."""
+    """Return a local array as [parts, elements]: its equal parts along `dim`, each flattened in row-major order."""
     rows = array.reshape(*array.shape[:dim], parts, -1, *array.shape[dim + 1 :])
     return jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
 
 
 def from_parts(parts: jax.Array, dim: int, shape: Sequence[int]) -> jax.Array:
-    """The way back from `in_parts` to a local array of this shape."""
+    """Invert `in_parts` for a local array of this shape."""
     count = parts.shape[0]
     rows = parts.reshape(count, *shape[:dim], shape[dim] // count, *shape[dim + 1 :])
     return jnp.moveaxis(rows, 0, dim).reshape(shape)
@@ -105,17 +115,17 @@ def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def splits(specs: Mapping[str, P], further: Mapping[str, P]) -> dict[str, Split]:
-    """Return the way in which `further` splits each parameter laid out by `specs`; unsplit ones are left out."""
+    """Return how `further` splits each parameter laid out by `specs`; parameters it does not split are omitted."""
     return {name: split for name, spec in further.items() if (split := further_split(specs[name], spec)) is not None}
 
 
 def scatter_in_buckets(
     grads: dict[str, jax.Array], split: Mapping[str, Split], capacity: int, *, in_turn: bool = True
 ) -> dict[str, jax.Array]:
-    """Sums gradients over the axes of their `split`, of which each device keeps its part; inside a manual region.
+    """Sum gradients over the axes of their `split` and return each device's parts; call it inside a manual region.
 
-    Collectives: a reduce-scatter a bucket, and one of every gradient of more than `capacity` elements, which is not
-    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all. `in_turn` as for `in_buckets`.
+    Collectives: a reduce-scatter per bucket, and one per gradient of more than `capacity` elements, which is not
+    copied; `(G-1)/G * itemsize * elements` bytes per device on a ring in all. `in_turn` as for `in_buckets`.
     """
     out: dict[str, jax.Array] = {}
     for name, g in grads.items():
@@ -142,10 +152,10 @@ def scatter_in_buckets(
 
 
 def gather_in_buckets(parts: dict[str, jax.Array], split: Mapping[str, Split], capacity: int) -> dict[str, jax.Array]:
-    """Gather parameters of which each device along the axes of their `split` holds a part; inside a manual region.
+    """Gather parameters whose parts lie along the axes of their `split`; call it inside a manual region.
 
-    Collectives: an all-gather a bucket of `capacity` gathered elements; bytes a device on a ring
-    `(G-1)/G * itemsize * elements` in all.
+    Collectives: an all-gather per bucket of `capacity` gathered elements; `(G-1)/G * itemsize * elements` bytes per
+    device on a ring in all.
     """
     out: dict[str, jax.Array] = {}
     leaves = [Leaf(name, p.size * _size(split[name][1]), (split[name][1], p.dtype)) for name, p in parts.items()]
@@ -159,21 +169,22 @@ def gather_in_buckets(parts: dict[str, jax.Array], split: Mapping[str, Split], c
     return {name: out[name] for name in parts}
 
 
-def whole_weights(
+def gather_weights(
     parts: dict[str, jax.Array],
     layouts: tuple[Specs, Specs],
     mesh: Mesh,
     dtype_of: Callable[[str], jnp.dtype],
     capacity: int,
 ) -> dict[str, jax.Array]:
-    """Global arrays in the first of two layouts, as `split_over_replicas` gives it -> in the second, cast by name.
+    """Cast global arrays by name and lay them out by the second of two `layouts`.
 
-    Collectives: `gather_in_buckets`, of split arrays.
+    The first is that of `parts`, from `split_over_replicas`. Collectives: `gather_in_buckets` of the split arrays.
     """
     further, specs = layouts
     split = splits(specs, further)
 
     def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        # Cast before the gather, which with 16-bit weights then moves half the bytes.
         cast = {name: p.astype(dtype_of(name)) for name, p in parts.items()}
         return cast | gather_in_buckets({name: cast[name] for name in cast if name in split}, split, capacity)
 
