@@ -1,1 +1,1 @@
-"""Checkpoints: named arrays that any grid loads, written while training goes on, complete or not there."""
+"""Checkpoints: named arrays that any grid loads, written in the background and committed atomically."""

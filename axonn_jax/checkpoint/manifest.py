@@ -1,7 +1,7 @@
-"""Manifest of a complete checkpoint: files with checksums, arrays, and tests of the files.
+"""Manifest of a complete checkpoint: arrays, files with checksums, and the validation of both.
 
-A manifest's own checksum finds accidental damage, not forgery, so a manifest may name files inside its own checkpoint
-only.
+The manifest's checksum detects damage, not forgery, so every value is validated: a manifest may only name files inside
+its own checkpoint.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ FORMAT = 1
 _MOST_BYTES = 64 << 20  # a few hundred thousand files and arrays
 _MOST_AROUND = 1 << 16
 _LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
-_KEPT_OPEN = ".nfs"
-"""Prefix of a removed file still open on NFS."""
+_NFS_PREFIX = ".nfs"
+"""Prefix of files that NFS keeps while a removed file is still open."""
 _CONTENT = b'\n "content": '
 _PART = re.compile(r"part_[0-9]{3,}(/lot_[0-9]{3,})?")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -33,22 +33,22 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint cannot be used; the text names the file and the fault."""
+    """Unusable checkpoint; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a checkpoint."""
+    """Array of a checkpoint."""
 
     part: str
-    """Folder below the checkpoint with the array, written by Orbax."""
+    """Folder, relative to the checkpoint, in which Orbax wrote the array."""
     shape: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a checkpoint."""
+    """Size and checksum of a file of a checkpoint."""
 
     bytes: int
     sha256: str
@@ -56,7 +56,7 @@ class File:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """Arrays and files of a part by one process."""
+    """Arrays and files that one process wrote to a part."""
 
     arrays: Mapping[str, StoredArray]
     files: Mapping[str, File]
@@ -64,16 +64,16 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Description of a checkpoint: all but the arrays' values."""
+    """Everything about a checkpoint except the arrays' values."""
 
     step: int
     grid: str
-    """Grid of the save, for people: any other grid loads the checkpoint."""
+    """Grid of the save, for information only: any other grid loads the checkpoint."""
     processes: int
     saved: str
-    """Time at which the checkpoint was complete, in UTC."""
+    """Time of completion, in UTC."""
     run: Mapping[str, Any]
-    """State of the run to resume: data position, seeds, configuration."""
+    """State for resuming the run: data position, seeds, configuration."""
     arrays: Mapping[str, StoredArray]
     files: Mapping[str, File]
     format: int = FORMAT
@@ -81,19 +81,20 @@ class CheckpointManifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
     def text(self) -> str:
-        """The manifest file: the content, and its checksum over the content's only spelling."""
+        """Return the manifest file as text: the content and its checksum."""
+        # The checksum covers the canonical rendering, so the file has a single valid spelling.
         content = asdict(self)
         return _render({"content": content, "sha256": _digest(_render(content).encode())})
 
 
 def read(path: Path) -> CheckpointManifest:
-    """Read the manifest of a checkpoint directory; fields of later versions are left out.
+    """Read the manifest of a checkpoint directory, ignoring fields of later versions.
 
-    Raises ``CorruptCheckpoint`` unless the file is unchanged to the byte, and holds only fields of a save.
+    Raises ``CorruptCheckpoint`` unless the file is byte for byte as written and every value could come from a save.
     """
     try:
         raw = read_bytes(path / MANIFEST, _MOST_BYTES, inside=path)
@@ -104,8 +105,8 @@ def read(path: Path) -> CheckpointManifest:
     except ValueError as error:
         raise CorruptCheckpoint(f"{MANIFEST} is {error}") from None
     try:
-        both = parse_json(raw)
-        content = both["content"] if _as_written(raw, both) else None
+        document = parse_json(raw)
+        content = document["content"] if _as_written(raw, document) else None
     except ValueError:
         content = None
     if not isinstance(content, dict):
@@ -122,24 +123,22 @@ def read(path: Path) -> CheckpointManifest:
     return manifest
 
 
-def _as_written(raw: bytes, both: Any) -> bool:
-    """True if a manifest has the spelling of `CheckpointManifest.text` and the right checksum.
-
-    The content is compared as spelled in the file: rendering a forged, huge one anew would take minutes.
-    """
+def _as_written(raw: bytes, document: Any) -> bool:
+    """Return True if a manifest is spelled as `CheckpointManifest.text` does and has the right checksum."""
+    # Hash the content as it is in the file: rendering a huge forged one again would take minutes.
     start = raw.find(_CONTENT) + len(_CONTENT)
-    if not isinstance(both, dict) or start < len(_CONTENT):
+    if not isinstance(document, dict) or start < len(_CONTENT):
         return False
     end = min((at for at in (raw.find(b',\n "', start), raw.find(b"\n}", start)) if at >= 0), default=start)
     content, around = raw[start:end], raw[:start] + b"0" + raw[end:]
     if content.count(b"\n") != content.count(b"\n ") or len(around) > _MOST_AROUND:
         return False
-    spelled = around == _render({**both, "content": 0}).encode()
-    return spelled and both.get("sha256") == _digest(content.replace(b"\n ", b"\n") + b"\n")
+    spelled = around == _render({**document, "content": 0}).encode()
+    return spelled and document.get("sha256") == _digest(content.replace(b"\n ", b"\n") + b"\n")
 
 
 def _check(manifest: CheckpointManifest) -> None:
-    """Raise ``ValueError`` for values never written by a save, above all names outside of the checkpoint's parts."""
+    """Raise ``ValueError`` for values that no save writes, in particular file names outside the checkpoint's parts."""
     if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
         raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
     saved = datetime.fromisoformat(manifest.saved)
@@ -162,18 +161,18 @@ def _check(manifest: CheckpointManifest) -> None:
 
 
 def name_of(step: int) -> str:
-    """The directory name of a complete checkpoint."""
+    """Return the directory name of a complete checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder by its name, None for another folder."""
+    """Return the step in the name of a checkpoint's folder, or None for another folder."""
     match = re.fullmatch(r"step_([0-9]{1,15})", path.name)
     return int(match[1]) if match else None
 
 
 def all_steps(directory: Path) -> list[Path]:
-    """Folders named as complete checkpoints below `directory`, newest first; valid or not."""
+    """Return the folders in `directory` named like complete checkpoints, newest first; valid or not."""
     try:
         paths = list(directory.iterdir())
     except OSError:
@@ -187,16 +186,16 @@ FOLDER = "checkpoints"
 
 
 def inside(directory: Path) -> Path:
-    """Return where a directory has its checkpoints: in the folder of a run directory's, or itself."""
+    """Return the checkpoints folder of a run directory, or the directory itself if it has none."""
     return directory / FOLDER if (directory / FOLDER).is_dir() else directory
 
 
 @typed_arguments
 def latest(directory: str | Path) -> Path | None:
-    """Return the newest checkpoint of a directory, None where there is none.
+    """Return the newest checkpoint of a directory, or None if it has none.
 
     Args:
-        directory: A run directory, or one that `Trainer.save` was given.
+        directory: A run directory, or a directory passed to `Trainer.save`.
     """
     return next(iter(all_steps(inside(Path(directory)))), None)
 
@@ -216,21 +215,25 @@ def _short(text: str) -> str:
 def file_faults(
     path: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1), *, fast: bool = False
 ) -> list[str]:
-    """Read the files of a checkpoint and return a line for each fault, none if all is well.
+    """Check the files of a checkpoint and return a line for each fault.
 
-    `share` = (rank, size) reads only this process's share. The first process also looks for unlisted files, which
-    nobody would check. `fast` looks at names and sizes alone.
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+        share: (rank, size); this process only reads its share of the files, and rank 0 also finds unlisted ones.
+        fast: Only check names and sizes.
     """
     rank, size = share
     root = path.resolve()
     wrong = []
+    # Deal the files out by descending size, so that processes read about the same number of bytes.
     largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, file in largest_first[rank::size]:
         try:
             with open_regular(root / name, inside=root) as opened:
-                size_here = os.fstat(opened.fileno()).st_size
-                if size_here != file.bytes:
-                    wrong.append(f"{name} has {size_here} bytes, not {file.bytes}")
+                actual_bytes = os.fstat(opened.fileno()).st_size
+                if actual_bytes != file.bytes:
+                    wrong.append(f"{name} has {actual_bytes} bytes, not {file.bytes}")
                 elif not fast and checksum(opened) != file.sha256:
                     wrong.append(f"{name} has been altered: its checksum is not the manifest's")
         except FileNotFoundError:
@@ -240,31 +243,32 @@ def file_faults(
         except ValueError as error:
             wrong.append(f"{name} is {error}")
     if rank == 0:
+        # Readers may open files that the manifest does not list, and no checksum would cover those.
         wrong += [f"{name} is not in the manifest" for name in _unlisted(root, manifest)]
     return wrong
 
 
 def describe_files(root: Path, paths: Iterable[Path]) -> dict[str, File]:
-    """Return sizes and checksums of files on the disk, named from `root`."""
+    """Flush files to disk and return their sizes and checksums by path relative to `root`."""
     described = {}
     for path in sorted(paths):
-        flush(path)
+        flush(path)  # before the checksum: a manifest must not list what a power failure could still lose
         with open(path, "rb") as file:
             described[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(file))
     return described
 
 
 def checksum(file: BufferedReader) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unlisted(root: Path, manifest: CheckpointManifest) -> Iterator[str]:
-    """Return names, missing in the manifest, of files in a checkpoint's parts and of links to directories."""
+    """Yield files in a checkpoint's parts, and links to directories, that are not in the manifest."""
     for part in sorted({PurePosixPath(name).parts[0] for name in manifest.files}):
         for place, folders, files in os.walk(root / part):
             links = [folder for folder in folders if Path(place, folder).is_symlink()]
             for path in (Path(place, name) for name in sorted((*files, *links))):
                 name = path.relative_to(root).as_posix()
-                if name not in manifest.files and not path.name.startswith(_KEPT_OPEN):
+                if name not in manifest.files and not path.name.startswith(_NFS_PREFIX):
                     yield name

@@ -1,4 +1,4 @@
-"""A trainer's state as one flat mapping of dotted names without the grid, and back."""
+"""Checkpoint names: a trainer's state as a flat mapping of dotted names that do not depend on the grid."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,42 +6,43 @@ from typing import Any
 import jax
 
 State = dict[str, Any]
-"""Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
+"""Arrays or abstract arrays by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
 PARAMS, OPTIMIZER, SCALE, MASKS, CARRIED = "params.", "optimizer.", "scale.", "masks.", "state."
 AVERAGE = OPTIMIZER + "average."
-"""Prefixes of names; averages are of a run with `train.ema`. State that is no parameter is a model's own, as the
-statistics of a BatchNorm. A missing count of skipped steps or loss scale (fp16) begins anew, an unused one is ignored.
-Masks say which entries of pruned parameters are trained; a run that trains all ignores them."""
+"""Prefixes of names.
+
+`AVERAGE` is present in a run with `train.ema`. `CARRIED` is model state that is no parameter, such as BatchNorm
+statistics. `SCALE` has the loss scale (fp16) and the count of skipped steps: reset if missing, ignored if unused.
+`MASKS` mark the trained entries of pruned parameters; a dense run ignores them.
+"""
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
-    """Name every array of parameters and optimizer state, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`.
-
-    An optax state's own structure gives the path, so the names do not depend on the grid.
-    """
-    named = {PARAMS + name: value for name, value in params.items()}
+    """Return every array under its checkpoint name, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`."""
+    # Optimizer names are paths in the optax state, which has the same structure on every grid.
+    state = {PARAMS + name: value for name, value in params.items()}
     if scale is not None:
-        named |= {SCALE + field: value for field, value in scale._asdict().items() if value is not None}
+        state |= {SCALE + field: value for field, value in scale._asdict().items() if value is not None}
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer):
-        named[_name(path)] = leaf
-    return named
+        state[_name(path)] = leaf
+    return state
 
 
 def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], Any]:
-    """Return parameters and optimizer state in the given structure, with the mapping's values."""
+    """Return parameters and optimizer state in the structure of `params` and `optimizer`, with values from `state`."""
     values = {name: state[PARAMS + name] for name in params}
     return values, jax.tree_util.tree_map_with_path(lambda path, _: state[_name(path)], optimizer)
 
 
 def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
-    """Return a loss scale, or a count, with the mapping's values."""
+    """Return a loss scale with the values from `state`."""
     fields = [field for field, value in scale._asdict().items() if value is not None]
     return scale._replace(**{field: state[SCALE + field] for field in fields})
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the same names with shape, dtype and sharding alone, so that the arrays can be freed."""
+    """Return abstract arrays (shape, dtype, sharding) of a state, so that the arrays themselves can be freed."""
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""Restoring: finds a valid checkpoint and reads it into any grid's layout."""
+"""Restore of checkpoints: finds a valid one and reads it into any grid's layout."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
     manifest: CheckpointManifest
 
     def read_as(self, name: str) -> str:
-        """Return the name of the array that a reader of weights alone takes: with `train.ema` a parameter's average."""
+        """Return the name of the array that a weights-only reader takes: with `train.ema`, a parameter's average."""
         average = AVERAGE + name.removeprefix(PARAMS)
         return average if name.startswith(PARAMS) and average in self.manifest.arrays else name
 
@@ -46,12 +46,18 @@ class Checkpoint(NamedTuple):
 def newest(
     directory: Path, sync: HostSync, warn: Callable[[str], None], *, below: int | None = None
 ) -> Checkpoint | None:
-    """The newest valid checkpoint below `directory`, of steps under `below` if given; None without any.
+    """Return the newest valid checkpoint in `directory`, or None.
 
-    Corrupt checkpoints are skipped with a warning. Each process reads a share of the files, and all find the same; if
-    not all see the directory, the first process's view counts.
+    Corrupt checkpoints are skipped with a warning. Each process reads a share of the files, and all return the same.
+
+    Args:
+        directory: Folder of `step_N` checkpoints.
+        sync: Messages between the run's processes; all must call this.
+        warn: Called with a line for each corrupt checkpoint.
+        below: Only consider earlier steps than this.
     """
     by_step = {step_of(path): path for path in all_steps(directory)}
+    # The first process's listing counts: a shared file system may show others an old one, and all must check the same.
     steps = [int(text) for text in sync.gather(",".join(map(str, by_step)))[0].split(",") if text]
     for step in steps:
         if below is not None and step >= below:
@@ -65,9 +71,9 @@ def newest(
 
 
 def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
-    """Return the checkpoint at a user's path: a step_N, or the newest valid one of a run directory or its checkpoints/.
+    """Return the checkpoint at a user's path: a step_N, or the newest valid one in a run directory or its checkpoints/.
 
-    Raises ``UserError`` for `field` where there is none, or where the step_N itself is corrupt.
+    Raises ``UserError`` for `field` if there is none, or if `path` is a corrupt step_N.
     """
     if step_of(path) is not None:
         try:
@@ -81,64 +87,63 @@ def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], fi
 
 
 def validated(path: Path, sync: HostSync) -> CheckpointManifest:
-    """The manifest of a checkpoint whose files all processes together have checked.
+    """Check a checkpoint's files, each process a share, and return its manifest.
 
-    Raises ``CorruptCheckpoint`` on every process.
+    Raises ``CorruptCheckpoint`` on every process if any of them finds a fault.
     """
-    manifest, fault_here = None, ""
+    manifest, local_fault = None, ""
     try:
         manifest = read(path)
-        fault_here = first_of(file_faults(path, manifest, (sync.rank, sync.size)), "; ")
+        local_fault = first_of(file_faults(path, manifest, (sync.rank, sync.size)), "; ")
     except CorruptCheckpoint as fault:
-        fault_here = str(fault)
-    faults = [text for text in sync.gather(fault_here) if text]
+        local_fault = str(fault)
+    faults = [text for text in sync.gather(local_fault) if text]
     if faults or manifest is None:
+        # Deduplicated: a missing manifest is the same fault in every process.
         raise CorruptCheckpoint(first_of(list(dict.fromkeys(faults)), "; "))
     return manifest
 
 
-def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Read arrays into the shapes, types and layouts asked for, whatever grid wrote them.
+def load(checkpoint: Checkpoint, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Read arrays into the shapes, dtypes and layouts of `abstract`, whatever grid wrote them.
 
-    Collective over the jax world, with the same names. Raises ``CorruptCheckpoint`` where reading fails.
+    Collective over the JAX world, with the same names. Raises ``CorruptCheckpoint`` if reading fails.
     """
-    check_stored(checkpoint, wanted)
+    check_stored(checkpoint, abstract)
     loaded: State = {}
-    for part in sorted({checkpoint.manifest.arrays[name].part for name in wanted}):
-        names = {name: want for name, want in wanted.items() if checkpoint.manifest.arrays[name].part == part}
+    for part in sorted({checkpoint.manifest.arrays[name].part for name in abstract}):
+        names = {name: target for name, target in abstract.items() if checkpoint.manifest.arrays[name].part == part}
         try:
             loaded |= read_shard(checkpoint.path / part, names)
         except Exception as error:
             raise CorruptCheckpoint(f"{part}: {reason(error)}") from None
-    return {name: loaded[name] for name in wanted}
+    return {name: loaded[name] for name in abstract}
 
 
 def check_stored(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise ``CorruptCheckpoint`` where an array's own header has other sizes than the manifest.
-
-    Headers alone are read. Of a larger array the rest is padding; a smaller one would be filled up with zeros, of
-    whatever size the manifest says.
-    """
+    """Raise ``CorruptCheckpoint`` if an array's header contradicts its shape in the manifest; reads only headers."""
+    # A larger array has padding, which the reader cuts. A smaller one must be refused: the reader would fill it up with
+    # zeros, and a forged manifest could make it allocate any size.
     for name in names:
         array = checkpoint.manifest.arrays[name]
         try:
             stored = stored_array(checkpoint.path / array.part, name, 0).shape
         except ValueError as error:
             raise CorruptCheckpoint(f"{array.part}: {reason(error)}") from None
-        if len(stored) != len(array.shape) or any(here < size for here, size in zip(stored, array.shape, strict=True)):
+        if len(stored) != len(array.shape) or any(have < size for have, size in zip(stored, array.shape, strict=True)):
             raise CorruptCheckpoint(f"{array.part}: {name} is {tuple(stored)}, not {array.shape} as in {MANIFEST}")
 
 
-def load_alone(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Read arrays as `load` does, averages in the place of the parameters of a run with `train.ema`."""
-    stored = load(checkpoint, {checkpoint.read_as(name): want for name, want in wanted.items()})
-    return {name: stored[checkpoint.read_as(name)] for name in wanted}
+def load_averaged(checkpoint: Checkpoint, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Read arrays like `load`, with a parameter's average in its place if the run had `train.ema`."""
+    stored = load(checkpoint, {checkpoint.read_as(name): target for name, target in abstract.items()})
+    return {name: stored[checkpoint.read_as(name)] for name in abstract}
 
 
 def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
-    """Return the sizes of the saved model; None for a save from Python by an earlier version, without sizes.
+    """Return the shape of the saved model; None for a save from Python by an earlier version, which did not store it.
 
-    Raises ``UserError`` for `field` on impossible sizes.
+    Raises ``UserError`` for `field` if the shape is impossible.
     """
     try:
         return shape_in(checkpoint.manifest.run)
@@ -146,17 +151,17 @@ def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
 
 
-def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
-    """Raise ``UserError`` listing the fields by which a model computes another function than the saved one.
+def check_model(checkpoint: Checkpoint, shape: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
+    """Raise ``UserError`` listing the fields by which a model computes a different function from the saved one.
 
-    With `upcycles`, experts are copies of a dense model's layers, and their fields may differ.
+    With `upcycles`, experts are initialized from the layers of a dense model, so fields of experts may differ.
     """
     stored = stored_shape(checkpoint, field)
-    if given is None or stored is None:
+    if shape is None or stored is None:
         return
     if upcycles:
-        given = replace(given, experts=0, ffn=stored.ffn)
-    if wrong := differences(given, stored):
+        shape = replace(shape, experts=0, ffn=stored.ffn)
+    if wrong := differences(shape, stored):
         raise UserError(field, str(checkpoint.path), f"a checkpoint of this model; {', '.join(wrong)}")
 
 
@@ -165,7 +170,11 @@ def check_shapes(
 ) -> None:
     """Raise ``UserError`` listing missing, unexpected and misshapen arrays of a checkpoint.
 
-    `names` are the shapes of the whole model's state; `only` is a prefix of names, or several: others are ignored.
+    Args:
+        checkpoint: A valid checkpoint.
+        names: Shapes of the full model's state by name.
+        field: The setting that named the checkpoint, for the message.
+        only: Prefix, or prefixes, of the names to check.
     """
     arrays = {name: array for name, array in checkpoint.manifest.arrays.items() if name.startswith(only)}
     missing = sorted(set(names) - set(arrays))
@@ -176,7 +185,7 @@ def check_shapes(
         if name in arrays and arrays[name].shape != tuple(shape)
     ]
     faults = [("missing", missing), ("unexpected", extra), ("of another shape", reshaped)]
-    if message := "; ".join(f"{len(which)} {word}: {first_of(which)}" for word, which in faults if which):
+    if message := "; ".join(f"{len(arrays)} {kind}: {first_of(arrays)}" for kind, arrays in faults if arrays):
         raise UserError(field, str(checkpoint.path), f"a checkpoint of this model and optimizer; {message}")
 
 
@@ -185,14 +194,20 @@ def load_weights(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     sizes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
+    """Read only the parameters.
 
-    Raises ``UserError`` naming missing, unexpected or misshapen arrays, or the unreadable file.
+    Args:
+        checkpoint: A valid checkpoint.
+        abstract: Parameters to read, by their names in the model.
+        sizes: Shapes without padding, by name of state; default: those of `abstract`.
+
+    Raises:
+        UserError: Missing, unexpected or misshapen arrays, or an unreadable file; the message names them.
     """
-    sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
+    sizes = sizes or {PARAMS + name: target.shape for name, target in abstract.items()}
     check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)
     try:
-        loaded = load_alone(checkpoint, {PARAMS + name: want for name, want in abstract.items()})
+        loaded = load_averaged(checkpoint, {PARAMS + name: target for name, target in abstract.items()})
     except CorruptCheckpoint as fault:
         raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
     return {name: loaded[PARAMS + name] for name in abstract}

@@ -1,4 +1,4 @@
-"""Saves of checkpoints beside training: the parts of all stages, one commit point, retention, failures."""
+"""Saver of checkpoints in the background, with a single commit point for all stages' parts and retention."""
 
 import contextlib
 import json
@@ -38,16 +38,16 @@ _PACKAGES = ("axonn_jax", "jax", "jaxlib", "orbax-checkpoint")
 
 @dataclass
 class _Job:
-    """A save under way."""
+    """A save in progress."""
 
     step: int
     folder: Path
     began: float
     losses: Mapping[int, float]
-    """Held-out losses of the steps that were given to the saver so far, this one's included."""
+    """Held-out losses recorded by the saver so far, including this step's."""
     error: str = ""
     written: threading.Event = field(default_factory=threading.Event)
-    """This process's part is written, or has failed."""
+    """Set once this process's part is written or has failed."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -55,10 +55,18 @@ class _Job:
 class Saver:
     """Writer of `directory/step_N`; all processes of a run make the same calls, at the same steps.
 
-    A `step_N` appears by one rename, after every stage's part is written and the manifest names every file with a
-    checksum: a `step_N` is always complete. A failed save prints one warning, leaves the earlier checkpoints unchanged,
-    and training goes on. The `keep` newest checkpoints stay, steps divisible by `keep_every`, and of those whose saves
-    were given a held-out loss the one with the lowest. `sizes` are the true shapes of padded arrays.
+    A `step_N` appears by one rename, after every stage's part is written and the manifest lists every file with a
+    checksum, so it is always complete. A failed save prints one warning and leaves earlier checkpoints unchanged, and
+    training continues.
+
+    Args:
+        directory: Folder for the checkpoints, shared by all processes.
+        grid: Grid of the run.
+        sync: Messages between the run's processes.
+        keep: Number of newest checkpoints to retain; the one with the lowest held-out loss is retained too.
+        keep_every: Also retain steps divisible by this; 0: none.
+        warn: Called with a line of text for each failed save.
+        sizes: Unpadded shapes, by name, of padded arrays.
     """
 
     def __init__(
@@ -75,17 +83,18 @@ class Saver:
         self.directory, self._grid, self._sync = directory.absolute(), grid, sync
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
         self.losses: dict[int, float] = {}
-        """Held-out loss by step, of the steps whose saves were given one and have not failed; alike on all processes.
+        """Held-out loss by step, of successful saves that had one; equal on all processes.
 
-        One number for each such save; those of removed checkpoints stay, and are never the lowest."""
+        Losses of removed checkpoints stay, but `best` ignores them."""
         worlds = grid.shape.pipe if grid.size > 1 else 1
         parts = [f"part_{number:03d}" for number in range(worlds)]
-        # Of an array that two parts hold, the first one's copy counts: it comes last.
+        # Reversed: of an array in two parts the first part's copy counts, so `_commit` must merge it last.
         self._markers = [marker(part, number) for part in reversed(parts) for number in range(grid.stage_processes)]
-        own = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
-        self._writer = OrbaxWriter(parts[own], sizes or {})
+        world = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
+        self._writer = OrbaxWriter(parts[world], sizes or {})
         self._first = sync.rank == 0
-        self._versions = {name: metadata.version(name) for name in _PACKAGES}  # now: packages may change under a run
+        # Read versions now: packages may be upgraded while the run goes on.
+        self._versions = {name: metadata.version(name) for name in _PACKAGES}
         self._job: _Job | None = None
         self._refused = ""
         self.last: tuple[int, float] | None = None
@@ -95,16 +104,16 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True if a save is under way here."""
+        """True if a save is in progress on this process."""
         return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
 
     @property
     def best(self) -> int:
-        """The step of the complete checkpoint with the lowest held-out loss, as seen here; 0 without any."""
+        """Step of the complete checkpoint with the lowest held-out loss, as this process sees it; 0 if none."""
         return _best(self.losses, all_steps(self.directory))
 
     def clean(self) -> None:
-        """Remove unfinished saves of earlier runs, in the first process alone."""
+        """Remove unfinished saves of earlier runs; only the first process does."""
         if self._first and self.directory.is_dir():
             for path in self.directory.iterdir():
                 if path.name.startswith((_UNFINISHED, _REMOVED)):
@@ -123,16 +132,21 @@ class Saver:
         *,
         loss: float = math.inf,
     ) -> None:
-        """Begin a save; return once the state is on the host. Waits first for an unfinished save.
+        """Wait for the previous save, begin a new one, and return once the state is on the host.
 
-        The mapping `state` is used up, and the arrays may be donated afterwards. State on the host is not copied but
-        written before the return; `progress` is called for each lot. `loss` is the held-out loss of the step; infinite
-        for a checkpoint that does not stay for its loss.
+        State in host memory is not copied but written before the call returns.
+
+        Args:
+            step: Steps done.
+            state: Arrays by checkpoint name; emptied. The arrays may be donated afterwards.
+            run: State of the run for the manifest.
+            progress: Called with a line of text for each lot.
+            loss: Held-out loss of the step; infinite if it shall not count for retention.
         """
         self.settle()
         if loss < math.inf:
             self.losses[step] = loss
-        # A copy: the job's thread reads it while the next evaluation is recorded.
+        # Copy the losses: the job's thread reads them while the next evaluation is recorded.
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic(), {**self.losses})
         needed = sum(value.nbytes for value in state.values())
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
@@ -151,19 +165,20 @@ class Saver:
         return None
 
     def refuse(self, step: int, why: str) -> None:
-        """Record a save as failed without starting; wait first for the save before."""
+        """Wait for the previous save, then record a save as failed without starting it."""
         self.settle()
         self._refused = why
         self._failed(step, why)
 
     def settle(self) -> str:
-        """Wait for the last save; return the reason of a failure (once) or an empty text, on all processes."""
+        """Wait for the last save; return the reason if it failed (only once), or an empty string, on all processes."""
         job, self._job = self._job, None
         if job is None:
             refused, self._refused = self._refused, ""
             return refused
         job.written.wait()
         errors = [text for text in self._sync.gather(job.error) if text]
+        # The first process may be waiting for a marker that the failed process will never write.
         if errors:
             job.cancelled.set()
         assert job.thread is not None
@@ -176,12 +191,12 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """End the background threads, after the save under way."""
+        """Wait for the save in progress and end the background threads."""
         self.settle()
         self._writer.close()
 
     def _prepare(self, folder: Path, needed: int) -> str:
-        """Make room for the save; return the obstacle, if any."""
+        """Create an empty folder for the save; return the obstacle, if any."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             _clear(folder)
@@ -196,7 +211,7 @@ class Saver:
         return ""
 
     def _finish(self, job: _Job, run: dict[str, Any]) -> None:
-        """The thread of a save: the part, and on the first process the commit."""
+        """Finish this process's part; the first process also commits the checkpoint. Runs on the save's thread."""
         try:
             if not job.error:
                 self._writer.finish(job.folder)
@@ -218,14 +233,15 @@ class Saver:
         arrays: dict[str, StoredArray] = {}
         files: dict[str, File] = {}
         for name in self._markers:
-            left = job.folder / name
-            written = typed(WrittenShard, json.loads(left.read_text(encoding="utf-8")))
+            listing = job.folder / name
+            written = typed(WrittenShard, json.loads(listing.read_text(encoding="utf-8")))
             arrays |= written.arrays
             files |= written.files
-            left.unlink()
+            listing.unlink()
         seen = (Path(folder, name) for folder, _, names in os.walk(job.folder) for name in names)
+        # Usually none: a shared file system may have shown a writer an old listing of its folder.
         missed = [path for path in seen if path.relative_to(job.folder).as_posix() not in files]
-        files |= describe_files(job.folder, missed)  # none, unless a file system showed its writer an old listing
+        files |= describe_files(job.folder, missed)
         manifest = CheckpointManifest(
             job.step,
             str(self._grid.shape),
@@ -238,7 +254,8 @@ class Saver:
         )
         replace_whole(job.folder / MANIFEST, manifest.text().encode())
         target = self.directory / name_of(job.step)
-        if os.path.lexists(target):  # only a library's caller saves a step twice
+        # Saving a step twice, which only library users do: move the old folder away, as a rename needs a free name.
+        if os.path.lexists(target):
             replaced = self.directory / (_REMOVED + target.name)
             _clear(replaced)
             target.rename(replaced)
@@ -246,7 +263,6 @@ class Saver:
         flush(self.directory)
 
     def _retire(self, job: _Job) -> None:
-        """Remove surplus checkpoints, where possible."""
         paths = all_steps(self.directory)
         best = _best(job.losses, paths)
         for path in paths[self._keep :]:
@@ -255,6 +271,7 @@ class Saver:
                 continue
             if self._keep_every and number % self._keep_every == 0:
                 continue
+            # Rename before deleting, so that no half-deleted folder is named like a complete checkpoint.
             removed = path.with_name(_REMOVED + path.name)
             with contextlib.suppress(OSError):
                 _clear(removed)
@@ -265,18 +282,18 @@ class Saver:
         self.losses.pop(step, None)
         if not self._first:
             return
-        before = f"the last complete one is step {self.last[0]}" if self.last else "there is no complete one yet"
-        self._warn(f"warning: the checkpoint of step {step} was not saved in {self.directory}: {why}; {before}")
+        last_complete = f"the last complete one is step {self.last[0]}" if self.last else "there is no complete one yet"
+        self._warn(f"warning: the checkpoint of step {step} was not saved in {self.directory}: {why}; {last_complete}")
 
 
 def _best(losses: Mapping[int, float], paths: Sequence[Path]) -> int:
-    """Return the step with the lowest loss of the checkpoints that are there: the save of a better one may fail."""
-    there = [(losses[step], step) for path in paths if (step := step_of(path)) is not None and step in losses]
-    return min(there, default=(math.inf, 0))[1]
+    # Only existing checkpoints count: the save of a better one may have failed.
+    candidates = [(losses[step], step) for path in paths if (step := step_of(path)) is not None and step in losses]
+    return min(candidates, default=(math.inf, 0))[1]
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder, or a file or link of its name, where possible; no link is followed."""
+    """Remove a folder, file or link if possible, without following links."""
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.unlink()

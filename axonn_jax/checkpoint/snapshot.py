@@ -1,4 +1,4 @@
-"""Copies of a state that outlive the next step: the CPU backend's host memory is the arrays in use."""
+"""Snapshots of a state on the CPU backend, where host copies for a save would alias the arrays in use."""
 
 import mmap
 from typing import Any
@@ -10,32 +10,33 @@ from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.checkpoint.naming import State
 
 _ALIGNED = 64
-"""Alignment in bytes at which XLA takes memory over without a copy."""
+"""Alignment in bytes from which XLA uses host memory without copying it."""
 
 
 def snapshot(state: State) -> int:
-    """Replace arrays on the CPU backend by copies, one after another; saving copies other arrays anyway.
+    """Replace arrays on the CPU backend by copies, one after another; return the bytes of the copies.
 
-    Returns the bytes of the copies. An array under write cannot be donated: the next step would make a copy, in memory
-    that the process then keeps. The kernel gets the memory back when the last copy is freed.
+    Arrays on other backends stay: saving copies them to the host anyway.
     """
+    # An array that is being written cannot be donated: the next step would copy it into memory that the process never
+    # returns. These copies are in memory of their own, which the kernel gets back when the last of them is freed.
     copied = {
-        name: {_key(shard.index): shard.data for shard in value.addressable_shards}  # once, of several copies
+        name: {_key(shard.index): shard.data for shard in value.addressable_shards}  # one copy of replicated shards
         for name, value in state.items()
         if on_the_hosts_cores(value)
     }
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
     if not size:
         return 0
-    memory, at = _memory(size), 0
+    memory, offset = _memory(size), 0
     for name, parts in copied.items():
         value = state[name]
         copies = {}
         for key, data in parts.items():
-            copy = memory[at : at + data.nbytes].view(data.dtype).reshape(data.shape)
+            copy = memory[offset : offset + data.nbytes].view(data.dtype).reshape(data.shape)
             np.copyto(copy, np.asarray(data))
             copies[key] = copy
-            at += _room(data.nbytes)
+            offset += _room(data.nbytes)
         shards = [
             jax.device_put(copies[_key(shard.index)], shard.device, may_alias=True)
             for shard in value.addressable_shards
@@ -46,7 +47,7 @@ def snapshot(state: State) -> int:
 
 
 def on_the_hosts_cores(value: Any) -> bool:
-    """True if the devices of an array compute with the host's cores, in the host's memory."""
+    """Return True if an array's devices are the host's cores, with the host's memory."""
     return all(computes_on_cores(device.platform) for device in value.sharding.device_set)
 
 
@@ -59,7 +60,7 @@ def _room(size: int) -> int:
 
 
 def _memory(size: int) -> np.ndarray:
-    """Return memory from the kernel, not the allocator, in huge pages where possible, for fewer page faults."""
+    # From the kernel, not the allocator, which would keep it; in huge pages where possible, for fewer page faults.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are never huge
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -14,7 +14,7 @@ from axonn_jax.adapters.layers import settings_of
 from axonn_jax.adapters.stored import adapters_in, not_whole
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.naming import AVERAGE, CARRIED, MASKS, PARAMS, SCALE, State
-from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, load_alone
+from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, load_averaged
 from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
@@ -95,7 +95,7 @@ def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str
     check_model(checkpoint, shape_of(engine), field)
     check_shapes(checkpoint, whole_sizes(engine), field, only=PARAMS)
     with together(sync, CorruptCheckpoint):
-        load_whole(engine, lambda abstract: load_alone(checkpoint, abstract))
+        load_whole(engine, lambda abstract: load_averaged(checkpoint, abstract))
 
 
 def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
     check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
     with together(sync, CorruptCheckpoint):
-        read = upcycled(partial(load_alone if weights_only else load, checkpoint), sources)
+        read = upcycled(partial(load_averaged if weights_only else load, checkpoint), sources)
         if weights_only:
             put_weights(engine, read, lambda name: wanted(name) and not (sources and is_of_router(name)))
         else:
