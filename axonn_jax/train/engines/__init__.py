@@ -1,1 +1,1 @@
-"""Engines that run the steps of a trainer: one SPMD program, or a pipeline of stages."""
+"""Engines that run a trainer's steps: one SPMD program, or a pipeline of stages."""

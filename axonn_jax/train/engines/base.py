@@ -1,4 +1,4 @@
-"""Weights of an engine, taken out and put in; facts by which checkpoints know the base of its adapters again."""
+"""Weights of an engine, copied out or loaded from checkpoints, and the identity of its adapters' base."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -26,88 +26,98 @@ from axonn_jax.train.engines.pruning import prune_for
 
 
 def shape_of(engine: Engine) -> ModelShape | None:
-    """The sizes of an engine's transformer; None of another model."""
+    """Return the shape of an engine's transformer, or None for any other model."""
     shape = getattr(engine.parts.merge(engine.parts.params), "shape", None)
     return shape if isinstance(shape, ModelShape) else None
 
 
 def adapters_of(engine: Engine) -> LoraConfig | None:
-    """The settings of an engine's adapters; None where all weights are trained."""
+    """Return the settings of an engine's adapters, or None if all weights are trained."""
     return settings_of(engine.parts.merge(engine.parts.params)) if engine.parts.adapters else None
 
 
 def copied_model(engine: Engine, params: Params) -> Any:
-    """Return the user's model with copies of parameters on the devices of their stages.
+    """Return the user's model with copies of the parameters, on the devices of their stages.
 
-    Raises ``UserError`` where this process holds only a part of them.
+    Raises ``UserError`` if this process does not hold all parameters.
     """
     parts = engine.parts
     if len(params) < len(parts.params):
-        here = f"{len(params)} of {len(parts.params)} parameters here"
+        counts = f"{len(params)} of {len(parts.params)} parameters here"
         accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
-        raise UserError("trainer.model", here, accepted)
+        raise UserError("trainer.model", counts, accepted)
 
-    def copied(name: str, value: Any) -> jax.Array:
+    # Never alias: the next step donates the engine's arrays, and the user's model must outlive it.
+    def copy(name: str, value: Any) -> jax.Array:
         return jax.device_put(value, NamedSharding(value.sharding.mesh, parts.specs[name]), may_alias=False)
 
-    return engine.merged({name: copied(name, value) for name, value in params.items()})
+    return engine.merged({name: copy(name, value) for name, value in params.items()})
 
 
-def whole_sizes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Sizes, by name of state, of a whole model's parameters: without adapters, and without padding."""
+def full_sizes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Return the global sizes, by checkpoint name, of the model's parameters, without adapters and padding."""
     if not engine.parts.adapters:
         return {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
     sizes = {PARAMS + name: p.shape for name, p in engine.parts.frozen.items()}
     return without_padding(sizes, padding_of(engine.parts.merge(engine.parts.params)))
 
 
-def put_weights(engine: Engine, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
-    """Replace wanted arrays by what `read` makes for names of state, and averages of parameters by the parameters."""
+def put_weights(engine: Engine, read: Callable[[State], State], should_load: Callable[[str], bool]) -> None:
+    """Replace the arrays that pass `should_load` by those `read` returns, and averages by their loaded parameters.
 
-    def both(asked: State) -> State:
-        of = {name: PARAMS + name.removeprefix(AVERAGE) for name in asked if name.startswith(AVERAGE)}
-        again = read({of[name]: asked[name] for name in of}) if of else {}
-        own = read({name: want for name, want in asked.items() if name not in of})
-        return own | {name: again[parameter] for name, parameter in of.items()}
+    Args:
+        engine: The engine to load into.
+        read: Function from abstract arrays by checkpoint name to arrays.
+        should_load: Predicate of checkpoint names; an average is loaded if its parameter is.
+    """
 
-    engine.load(both, lambda name: wanted(PARAMS + name.removeprefix(AVERAGE) if name.startswith(AVERAGE) else name))
+    # Averages are read separately: a name is read once, and a parameter may have another layout than its average.
+    def read_both(abstract: State) -> State:
+        parameter_of = {name: PARAMS + name.removeprefix(AVERAGE) for name in abstract if name.startswith(AVERAGE)}
+        averages = read({parameter_of[name]: abstract[name] for name in parameter_of}) if parameter_of else {}
+        remaining = read({name: target for name, target in abstract.items() if name not in parameter_of})
+        return remaining | {name: averages[parameter] for name, parameter in parameter_of.items()}
+
+    engine.load(
+        read_both, lambda name: should_load(PARAMS + name.removeprefix(AVERAGE) if name.startswith(AVERAGE) else name)
+    )
 
 
-def load_whole(engine: Engine, read: Callable[[State], State]) -> None:
-    """Replace the parameters of a model, or those beside its adapters, by what `read` makes for names of state."""
+def load_base(engine: Engine, read: Callable[[State], State]) -> None:
+    """Replace a model's parameters, or with adapters its frozen base, by what `read` returns for checkpoint names."""
     if not engine.parts.adapters:
         put_weights(engine, read, lambda name: name.startswith(PARAMS))
         return
 
-    def named(abstract: Mapping[str, Any]) -> State:
-        made = read({PARAMS + name: want for name, want in abstract.items()})
-        return {name.removeprefix(PARAMS): value for name, value in made.items()}
+    def read_params(abstract: Mapping[str, Any]) -> State:
+        arrays = read({PARAMS + name: target for name, target in abstract.items()})
+        return {name.removeprefix(PARAMS): value for name, value in arrays.items()}
 
     for store in engine.stores.values():
-        store.frozen.load(named)
+        store.frozen.load(read_params)
 
 
 def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str) -> None:
-    """Put a whole model's checkpoint beside an engine's adapters.
+    """Load a full model's checkpoint as the frozen base of an engine's adapters.
 
-    Raises ``UserError`` for one of another model, ``CorruptCheckpoint`` on all processes if one cannot read.
+    Raises ``UserError`` if it is of another model, and ``CorruptCheckpoint`` on all processes if one cannot read it.
     """
     check_model(checkpoint, shape_of(engine), field)
-    check_shapes(checkpoint, whole_sizes(engine), field, only=PARAMS)
+    check_shapes(checkpoint, full_sizes(engine), field, only=PARAMS)
     with together(sync, CorruptCheckpoint):
-        load_whole(engine, lambda abstract: load_averaged(checkpoint, abstract))
+        load_base(engine, lambda abstract: load_averaged(checkpoint, abstract))
 
 
 def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
-    """Return the facts of adapters for a checkpoint: settings, path and checksum of the base; none without adapters.
+    """Return what a checkpoint stores about adapters: settings, path and checksum of the base; empty without adapters.
 
-    Every process must call it. Collectives: an all-reduce of a number a frozen parameter.
+    Every process must call it. Collectives: an all-reduce of one number per frozen parameter.
     """
     config = adapters_of(engine)
     if config is None:
         return {}
-    own = {key: getattr(config, key) for key in IDENTITY}
-    return {LORA: asdict(StoredLora(**own, base=base, checksum=_checksum(engine, sync)))}
+    identity = {key: getattr(config, key) for key in IDENTITY}
+    return {LORA: asdict(StoredLora(**identity, base=base, checksum=_checksum(engine, sync)))}
 
 
 def _checksum(engine: Engine, sync: HostSync) -> str:
@@ -116,7 +126,7 @@ def _checksum(engine: Engine, sync: HostSync) -> str:
 
 
 def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
-    """Raise ``UserError``, on all processes, where a checkpoint's adapters are not those of an engine and its base."""
+    """Raise ``UserError`` on all processes if a checkpoint's adapters do not fit an engine's settings and base."""
     stored, config = adapters_in(checkpoint, field), adapters_of(engine)
     path = str(checkpoint.path)
     if stored is None:
@@ -138,42 +148,50 @@ def _shown(value: Any) -> Any:
 
 
 def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
-    """Put a valid checkpoint's arrays into an engine; return the number of kernels copied to experts.
+    """Load a valid checkpoint into an engine; return the number of kernels copied to experts.
 
-    Of a run with `train.ema` the weights alone are their averages.
+    Args:
+        engine: The engine to load into.
+        checkpoint: A valid checkpoint.
+        sync: Messages between the run's processes; all must call this.
+        field: The setting that named the checkpoint, for messages.
+        weights_only: Load only weights, which with `train.ema` are their averages, and not the optimizer state.
 
-    Raises ``CorruptCheckpoint`` on all processes if one cannot read.
+    Raises:
+        UserError: The checkpoint does not fit the engine.
+        CorruptCheckpoint: A process cannot read it; raised on all processes.
     """
     check_adapters(engine, checkpoint, sync, field, weights_only=weights_only)
     if engine.parts.adapters and LORA not in checkpoint.manifest.run:
         take_base(engine, checkpoint, sync, field)
         return 0
     only = (PARAMS, CARRIED) if weights_only else ""
-    has = checkpoint.manifest.arrays
+    stored = checkpoint.manifest.arrays
     if not weights_only:
         if checkpoint.averaged != any(name.startswith(AVERAGE) for name in engine.state_shapes()):
             accepted = f"a checkpoint of a run with{'out' * checkpoint.averaged} train.ema, as this one"
             raise UserError(field, str(checkpoint.path), accepted)
-        prune_for(engine, has)
+        prune_for(engine, stored)
 
-    def wanted(name: str) -> bool:
-        return name.startswith(only) and (name in has or not name.startswith((SCALE, MASKS)))
+    def should_load(name: str) -> bool:
+        return name.startswith(only) and (name in stored or not name.startswith((SCALE, MASKS)))
 
-    names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
-    sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}
-    if biases := biases_left_over(sources, has):
+    names = {name: shape for name, shape in engine.state_shapes().items() if should_load(name)}
+    sources = dense_sources(names, {name: array.shape for name, array in stored.items()}) if weights_only else {}
+    if biases := biases_left_over(sources, stored):
         accepted = f"a dense run with model.bias = none or qkv, as experts have no biases; {biases[0]} is there"
         raise UserError(field, str(checkpoint.path), accepted)
-    if sources:  # routers stay as they were made
-        rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
-        names = rest | {dense: has[dense].shape for dense in sources.values()}
+    # A dense checkpoint has no routers, which keep their initial weights.
+    if sources:
+        unchanged = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
+        names = unchanged | {dense: stored[dense].shape for dense in sources.values()}
     check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
     with together(sync, CorruptCheckpoint):
         read = upcycled(partial(load_averaged if weights_only else load, checkpoint), sources)
         if weights_only:
-            put_weights(engine, read, lambda name: wanted(name) and not (sources and is_of_router(name)))
+            put_weights(engine, read, lambda name: should_load(name) and not (sources and is_of_router(name)))
         else:
-            engine.load(read, wanted)
+            engine.load(read, should_load)
             engine.steps_done = checkpoint.manifest.step
     return len(sources)

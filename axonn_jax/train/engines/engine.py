@@ -23,14 +23,14 @@ from axonn_jax.train.engines.step import StepMetrics
 
 
 def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """A batch [sequences, seq + 1] as numpy's: of an array of any library, torch's too, or of lists of whole numbers.
+    """Return a batch [sequences, seq + 1] as int32 NumPy array, from any library's array (PyTorch's too) or lists.
 
-    Raises ``UserError`` where it is no such thing: other numbers are not rounded, and nothing is cut to 32 bits.
+    Raises ``UserError`` for anything else; numbers are neither rounded nor truncated to 32 bits.
     """
     accepted = "[sequences, seq_len + 1] token ids: whole numbers of 32 bits, as an array or as lists of one length"
     try:
         ids = np.asarray(batch)
-    except Exception as error:  # from objects that turn into arrays, or uneven lists
+    except Exception as error:  # ragged lists, and whatever an object's `__array__` raises
         raise UserError("batch", type(batch).__name__, accepted) from error
     if ids.dtype.kind not in "iu":
         raise UserError("batch", f"{type(batch).__name__} of {ids.dtype}", accepted)
@@ -44,9 +44,9 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def mean_by_count(values: Sequence[Any], counts: Sequence[float]) -> float:
-    """Return the mean of numbers of batches, each by what its batch counts.
+    """Return the mean of batches' values, weighted by their counts.
 
-    Raises ``UserError`` where nothing counts.
+    Raises ``UserError`` if all counts are zero.
     """
     if not any(counts):
         raise UserError("evaluate", "no targets", "at least one target that counts")
@@ -54,7 +54,7 @@ def mean_by_count(values: Sequence[Any], counts: Sequence[float]) -> float:
 
 
 class Batches(ABC):
-    """Global batches: rows of one that this process loads, checks of what a user hands in, and their arrays."""
+    """Global batches: which rows this process loads, validation of user batches, and their arrays on the mesh."""
 
     def __init__(self, grid: Grid, microbatches: int):
         self.grid, self.microbatches = grid, microbatches
@@ -71,50 +71,50 @@ class Batches(ABC):
         return len(self.local(self.least))
 
     def local(self, global_batch: int) -> list[int]:
-        """Return the numbers of the rows of a global batch of so many that this process's devices hold, ascending.
+        """Return the indices, ascending, of the rows of a global batch of this size that this process's devices hold.
 
-        Raises ``UserError`` where the batch does not divide.
+        Raises ``UserError`` if the batch does not divide.
         """
         if global_batch not in self._local:
             numbers, layout = self.numbers(global_batch)
-            here = layout.addressable_devices_indices_map(numbers.shape).values()  # None: of other processes
-            own = {int(number) for index in here if index is not None for number in numbers[index].flat}
-            self._local[global_batch] = sorted(own)
+            indices = layout.addressable_devices_indices_map(numbers.shape).values()  # None for other processes
+            row_numbers = {int(number) for index in indices if index is not None for number in numbers[index].flat}
+            self._local[global_batch] = sorted(row_numbers)
         return self._local[global_batch]
 
     @abstractmethod
     def numbers(self, rows: int) -> tuple[np.ndarray, NamedSharding]:
-        """Return the numbers of a global batch's rows as its arrays have them, microbatches first, and their layout.
+        """Return a global batch's row indices in the shape of its arrays, microbatches first, and their layout.
 
-        Raises ``UserError`` where the batch does not divide.
+        Raises ``UserError`` if the batch does not divide.
         """
 
     def placed(self, rows: Any, global_batch: int) -> jax.Array:
-        """Return this process's rows of an array of a global batch on the mesh, in the shape of `numbers`."""
+        """Return this process's `rows` of a global batch as an array on the mesh, in the shape of `numbers`."""
         numbers, layout = self.numbers(global_batch)
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            chosen = numbers[index[: numbers.ndim]]
-            at = np.searchsorted(self.local(global_batch), chosen.ravel())
-            return rows[at].reshape(*chosen.shape, *rows.shape[1:])  # type: ignore[no-any-return]
+            shard_numbers = numbers[index[: numbers.ndim]]
+            local_rows = np.searchsorted(self.local(global_batch), shard_numbers.ravel())
+            return rows[local_rows].reshape(*shard_numbers.shape, *rows.shape[1:])  # type: ignore[no-any-return]
 
         return jax.make_array_from_callback((*numbers.shape, *rows.shape[1:]), layout, shard)
 
     @abstractmethod
     def read(self, batch: Any, *, counts: bool = False) -> Any:
-        """Return a batch as numpy's, checked.
+        """Validate a batch and return it as NumPy arrays.
 
-        Raises ``UserError`` for one of another form, or if it must be one that `counts`, without a target.
+        Raises ``UserError`` for a batch of another form, or, if `counts`, for one without targets.
         """
 
     @abstractmethod
     def rows(self, batch: Any) -> int:
-        """Return the rows of a batch, of any number of rows."""
+        """Return the number of rows of a batch."""
 
     @abstractmethod
     def filled(self, batch: Any, rows: int) -> Any:
-        """Return the batch with rows added that do not count."""
+        """Return the batch padded to `rows` with rows that do not count."""
 
     @abstractmethod
     def shard(self, batch: Any) -> Any:
@@ -137,7 +137,7 @@ class TokenBatches(Batches):
         return self.grid.shape.batch_shards * self.microbatches
 
     def read(self, batch: Any, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return token ids [sequences, seq + 1] as numpy's; raises ``UserError`` for something else."""
+        """Return token ids [sequences, seq + 1] as NumPy array; raises ``UserError`` for anything else."""
         ids = token_ids_of(batch)
         if counts and self.grid.size == 1 and len(ids) and not counted_targets(ids, packed=self._packed).any():
             rows = "packed rows" if self._packed else "rows of ids from 0"
@@ -149,13 +149,13 @@ class TokenBatches(Batches):
         return len(batch)
 
     def filled(self, batch: np.ndarray, rows: int) -> np.ndarray:
-        """Return the batch with sequences without targets added."""
+        """Return the batch padded to `rows` with sequences without targets."""
         return pad_batch(batch, rows)
 
-    def whole(self, batch: np.ndarray) -> int:
-        """Sequences of the global batch of which this process's are [sequences, seq + 1].
+    def global_rows(self, batch: np.ndarray) -> int:
+        """Return the number of sequences in the global batch, given this process's [sequences, seq + 1].
 
-        Raises ``UserError`` for any other shape, or number of sequences.
+        Raises ``UserError`` for any other shape or an indivisible number of sequences.
         """
         if batch.ndim != 2 or len(batch) == 0 or len(batch) % self.share:
             accepted = f"[sequences, seq_len + 1] token ids, sequences in a multiple of {self.share}"
@@ -163,99 +163,99 @@ class TokenBatches(Batches):
         return len(batch) // self.share * self.least
 
     def shard(self, batch: np.ndarray) -> jax.Array:
-        """Make [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
-        return self.placed(batch.astype(np.int32, copy=False), self.whole(batch))
+        """Return [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
+        return self.placed(batch.astype(np.int32, copy=False), self.global_rows(batch))
 
 
 class RowChoice(Protocol):
-    """Choice of the way in which a user's loss runs (`train/modules/proof.py`)."""
+    """Choice of how a user's loss runs (`train/modules/proof.py`)."""
 
     facts: dict[str, Any]
-    """The choice and its reason, as a checkpoint's manifest has them; of a loaded checkpoint those of its run."""
+    """The choice and its reason, as stored in a checkpoint's manifest; after loading, those of the loaded run."""
 
     def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
-        """Choose the way before a step; True if the job's `build` gives another program from now on."""
+        """Choose before a step; return True if the job's `build` returns another program from now on."""
 
     def evaluates_at_once(self, loss: Any, params: Weights, carried: Params, batch: Any) -> bool:
-        """Return whether an evaluation by a loss (None: the job's) must see all rows of a batch at once."""
+        """Return True if an evaluation by a loss (None: the job's) must see all rows of a batch at once."""
 
 
 class Engine(Protocol):
-    """Steps of a model on a grid; `SpmdEngine` and `PipelineEngine` are the two.
+    """Runs the steps of a model on a grid; implemented by `SpmdEngine` and `PipelineEngine`.
 
-    Every process of the run makes the same calls, but for `params`, `opt_state` and `memory`.
+    Every process of the run makes the same calls, except for `params`, `opt_state` and `memory`.
     """
 
     grid: Grid
     steps_done: int
     heartbeat: Heartbeat | None
-    """Attention to the other processes of the run; None without."""
+    """Detects that other processes of the run have stopped; None if not watched."""
     stores: Mapping[int, ParamStore[Any]]
-    """Stores of all state by rank of the pipe, of the ranks here (0 without a pipeline)."""
+    """Parameter stores of this process's ranks of the pipe (rank 0 without a pipeline)."""
 
     @property
     def batches(self) -> Batches:
-        """Form of global batches."""
+        """Layout and validation of global batches."""
 
     @property
     def parts(self) -> SplitModule:
-        """The whole model taken apart: shapes and layouts of all parameters under the model's own names."""
+        """Shapes and layouts of all parameters of the full model, under the model's names."""
 
     def merged(self, params: Params) -> Any:
-        """Return the user's model with these parameters, and the rest of its state as it is now."""
+        """Return the user's model with these parameters and its current remaining state."""
 
     @property
     def params(self) -> Params:
-        """The float32 weights that this process holds, by name."""
+        """This process's float32 weights by name."""
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's state for `params`; of a pipeline by rank of the pipe."""
+        """Optimizer state for `params`; in a pipeline, by rank of the pipe."""
 
     def step(self, batch: Any) -> StepMetrics:
-        """Run one optimizer step on this process's rows of a global batch, as `Batches.read` gives them."""
+        """Run one optimizer step on this process's rows of a global batch, as returned by `Batches.read`."""
 
     def mean_loss(self, batch: Any) -> tuple[Any, Any]:
-        """The mean loss over the targets of a batch that count, without dropout, and their number over all processes.
+        """Return the mean loss over a batch's counted targets, without dropout, and their number over all processes.
 
-        Numbers of a host or a device.
+        Both are host or device numbers.
         """
 
     def state(self) -> State:
-        """State that this process's jax world saves: live arrays by names without the grid, each once in the whole run.
+        """Return the state that this process's JAX world saves, by checkpoint name; each array is in one world only.
 
-        The next step takes them over; an array that is not held whole is in a form of its own (`ParamStore`).
+        The next step donates these arrays. Those stored in another form are `LazyArray`s (see `ParamStore`).
         """
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the whole model's state, without padding of the vocabulary."""
+        """Return global shapes of the full model's state, without padding of the vocabulary."""
 
-    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Replace the arrays whose names are `wanted` by those that `read` makes for their shapes, types and layouts.
+    def load(self, read: Callable[[State], State], should_load: Callable[[str], bool] = lambda name: True) -> None:
+        """Replace the arrays whose names pass `should_load` by those `read` returns for their abstract arrays.
 
         The old arrays are freed first, so that the devices never hold two copies.
         """
 
     def finite(self) -> bool:
-        """True if weights and optimizer state are finite numbers, as far as this process sees; waits for them."""
+        """Return True if this process's weights and optimizer state are finite; waits for them."""
 
     def memory(self) -> dict[int, dict[str, Any]]:
-        """Bytes of one device: planned by formula, counted, and of the compiled step once it has run.
+        """Return bytes per device: planned by formula, counted, and of the compiled step once it has run.
 
-        By rank of the pipe, of the ranks here (0 without a pipeline); see `memory.report.report`.
+        By this process's ranks of the pipe (0 without a pipeline); see `memory.report.report`.
         """
 
     def compiled_step(self, batch: Any) -> jax.stages.Compiled | None:
-        """The compiled program of a step on such a batch; None of a pipeline, whose step is many programs."""
+        """Return the compiled program of a step on a batch; None for a pipeline, whose step is many programs."""
 
     def saving(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Return a context for long work between steps, which keeps peers from taking this process for stuck."""
+        """Return a context for long work between steps, so that peers do not consider this process stuck."""
 
     def explain(self, sequences: int) -> list[str]:
-        """Lines for people on how a step of so many sequences runs."""
+        """Return lines of text on how a step of `sequences` runs."""
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Write the measurements of the last steps; return the pictures, none without a pipeline."""
+        """Write a timeline of the last steps; return the pictures, none without a pipeline."""
 
     def close(self) -> None:
         """End background threads and channels; results of the last step stay readable."""

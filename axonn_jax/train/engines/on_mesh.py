@@ -1,4 +1,4 @@
-"""Programs of a step's gradients on one 4D mesh: their layouts and their results."""
+"""Base class of a step's gradient programs on one 4D mesh, with their layouts and results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -22,49 +22,49 @@ BATCH_SPEC = P(None, BATCH_AXES)
 
 
 class StepResults(NamedTuple):
-    """Results of a global batch, before an update."""
+    """Results of a global batch, before the update."""
 
     grads: Params
     loss: jax.Array
     norm: jax.Array
-    """Global norm of the gradients, not times the loss scale."""
+    """Global norm of the gradients, without the loss scale."""
     metrics: dict[str, Any]
-    """Further numbers by name, such as a model's `Loads` gives."""
+    """Further metrics by name, such as those of a model's `Loads`."""
     carried: Mapping[str, jax.Array] = MappingProxyType({})
-    """State of the model that the step has changed, and that is no parameter."""
+    """Model state that the step has changed, such as BatchNorm statistics."""
 
 
 @dataclass(frozen=True)
 class OnMesh(ABC):
-    """Program of a step's gradients for a model on one 4D mesh, with the layouts that follow."""
+    """Program of a step's gradients for a model on one 4D mesh, and the layouts it implies."""
 
     parts: SplitModule
     grid: Grid
     precisions: Precisions = FULL
     memory: MemoryConfig = MemoryConfig()  # noqa: RUF009 (frozen)
     zero: bool = field(default=False, kw_only=True)
-    """True if gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
+    """True if gradients are scattered over `data` where a dim divides (ZeRO-1)."""
     ordered: bool = field(default=False, kw_only=True)
-    """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
+    """True if the package orders a microbatch's computation (`tensor.overlap.reorder`) instead of XLA."""
     stacked: Collection[str] = field(default=(), kw_only=True)
-    """Names of the parameters that stack all layers, with the layers' dim in front."""
+    """Names of the parameters that stack all layers along a leading dim."""
     forms: PrunedLayout | None = field(default=None, kw_only=True)
-    """Layout of the pruned parameters, whose gradients are those of their kept values."""
+    """Layout of the pruned parameters, whose gradients are those of the remaining values."""
     carried: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict, kw_only=True)
-    """Shapes of the model's state that is no parameter and that steps change, such as statistics of a BatchNorm."""
+    """Abstract model state that is no parameter and that steps change, such as BatchNorm statistics."""
 
     @abstractmethod
     def results(
         self, params: Any, carried: Any, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
-        """Return the results of a batch as `Batches.shard` makes it, with gradients times `scale`."""
+        """Return the results of a batch from `Batches.shard`, with gradients multiplied by `scale`."""
 
     @abstractmethod
     def evaluate(self, params: Any, carried: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the mean loss of a batch, as Flax's evaluation mode has it, and the weight of that mean."""
+        """Return the mean loss of a batch in Flax's evaluation mode, and the weight of that mean."""
 
     def shardings(self) -> dict[str, NamedSharding]:
-        """The layout of every parameter on the mesh."""
+        """Return the sharding of every parameter."""
         return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
 
     @property
@@ -75,16 +75,14 @@ class OnMesh(ABC):
 
     @property
     def grad_specs(self) -> Specs:
-        """Layout of every gradient, its parameter's, or with ZeRO split over `data` too; of masters and optimizer state
-        with it."""
+        """Layouts of gradients, masters and optimizer state: the parameters', or with ZeRO also split over `data`."""
         if self.zero:
             return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
         return {name: self.parts.specs[name] for name in self.parts.trained}
 
     def check_traced(self, jaxpr: Any) -> None:  # noqa: B027 (not abstract: nothing to check)
-        """Raise ``UserError`` for a step that XLA would compile into wrong results; none where all collectives are the
-        package's own."""
+        """Raise ``UserError`` for a step that XLA would miscompile; the package's collectives are not affected."""
 
     def batch_sharding(self) -> NamedSharding:
-        """The layout of a step's tokens on the mesh."""
+        """Return the sharding of a step's tokens."""
         return NamedSharding(self.grid.mesh, BATCH_SPEC)

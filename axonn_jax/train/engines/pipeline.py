@@ -1,4 +1,4 @@
-"""Pipeline engine: layers spread over the ranks of a pipe, many programs a step, messages between stages."""
+"""Pipeline engine, whose step is many programs on stages of layers and messages between them."""
 
 import contextlib
 import time
@@ -40,14 +40,14 @@ from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.optimizer import check_optimizer
 
 _SHAPES = 4
-"""Batch shapes whose programs, threads and communicators are kept."""
+"""Most batch shapes whose programs, threads and communicators are cached."""
 
 
 class PipelineEngine:
-    """Steps of a model whose layers are spread over the ranks of a pipe; see `engine.Engine` for each member.
+    """Engine of a model whose layers are spread over the ranks of a pipe; see `engine.Engine` for each member.
 
-    `model` is a `models.protocol.Model`. The optimizer must treat every parameter by itself; the loss, the gradients'
-    global norm and clipping are those of the whole model. Metrics are numbers of the host.
+    `model` is a `models.protocol.Model`. The optimizer must treat every parameter independently; the loss, the
+    gradients' global norm and clipping are those of the full model. Metrics are host numbers.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class PipelineEngine:
         prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
     ):
         def fitted() -> nnx.Module:
-            made: Any = check_model(model if isinstance(model, nnx.Module) else model())
-            return fit_vocabulary(made, grid.shape)
+            module: Any = check_model(model if isinstance(model, nnx.Module) else model())
+            return fit_vocabulary(module, grid.shape)
 
-        made = fitted() if isinstance(model, nnx.Module) else None
-        abstract, source = (shapes_alone(fitted), fitted) if made is None else (made, made)
+        module = fitted() if isinstance(model, nnx.Module) else None
+        abstract, source = (shapes_alone(fitted), fitted) if module is None else (module, module)
         checked, self._padding, split = check_model(abstract), padding_of(abstract), split_module(abstract)
         checked.check_grid(grid.shape)
         may = may_split(pipeline.split_backward, memory.activations)
@@ -84,14 +84,14 @@ class PipelineEngine:
         self.parts = shapes_of(split, self.precisions.compute if split.adapters else self.precisions.weights)
         self._clip, self._memory, self._seed, self._keyed, self._counts = clip, memory, seed, checked.drops_out, counts
         self.steps_done = 0
-        self._pipes: dict[tuple[int, int], build.CompiledPipeline] = {}  # by batch shape, the one used last at the end
-        self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
+        self._pipes: dict[tuple[int, int], build.CompiledPipeline] = {}  # LRU cache by batch shape, latest last
+        self._half_done: Literal["", "tasks", "update"] = ""  # the phase of a step that an exception interrupted
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.policy, pipeline.stall_timeout)
         self.heartbeat: Heartbeat | None = self._links.heartbeat
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore[Any]] = {}
-        # Which stage holds which parameters does not depend on the batch, so any small one will do.
+        # Plan for a tiny batch: the assignment of parameters to stages does not depend on the batch.
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
         settings = (optimizer, self.precisions, memory, prune)
         self._states = PipelineState(self.parts, source, names, grid, *settings, progress=self._at)
@@ -100,7 +100,7 @@ class PipelineEngine:
 
     @property
     def params(self) -> Params:
-        """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
+        """This process's float32 weights by name; of a parameter at both ends of the pipe, the first rank's copy."""
         return self._states.params
 
     def merged(self, params: Params) -> Any:  # noqa: D102
@@ -108,24 +108,23 @@ class PipelineEngine:
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer state by rank of the pipe, of the ranks here."""
+        """Optimizer state by rank of the pipe, for this process's ranks."""
         return self._states.opt_state
 
     def close(self) -> None:
-        """End threads and channels; call it before the process ends (the last step's results stay readable)."""
+        """End threads and channels before the process exits; the last step's results stay readable."""
         self._close_pipes()
         self._links.close()
 
     def compiled_step(self, batch: np.ndarray) -> None:
-        """A pipeline has no single program of a step."""
+        """Return None, since a pipeline has no single program of a step."""
 
     def step(self, batch: np.ndarray) -> StepMetrics:
-        """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
+        """Run an optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
 
-        Waits for the gradients, since clipping needs all stages' norms; the update is still under way on return.
-        Messages: activations between neighbouring stages, [sequences, seq, hidden] in the compute dtype each way a
-        microbatch; once a step 24 bytes a rank, and the gradient of a tied table between its two holders.
-        Collectives within a stage are those of `StageProgram.gradients`.
+        Waits for the gradients, since clipping needs all stages' norms; the update may still be running on return.
+        Messages: activations between neighboring stages, [sequences, seq, hidden] in the compute dtype each way per
+        microbatch; per step, 24 bytes per rank and a tied table's gradient. Collectives: `StageProgram.gradients`.
         """
         with self._started(batch) as (pipe, microbatches):
             return self._run(pipe, microbatches)
@@ -142,15 +141,16 @@ class PipelineEngine:
         for name, pp_ranks in self._states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
             received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
-            for pp_rank in list(received):  # each is free again once it is added
+            # Pop each, so that its memory is freed once it is added.
+            for pp_rank in list(received):
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
         measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
-        losses, own = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
+        losses, totals = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
-            own[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
+            totals[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
         status.now(running="the agreement on loss and norm")
-        squares, means, counts = zip(*sync.gathered(own), strict=True)
+        squares, means, counts = zip(*sync.gathered(totals), strict=True)
         norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
         finite = isfinite(norm) and isfinite(loss)
         self._scale.tell(finite=finite)
@@ -178,8 +178,8 @@ class PipelineEngine:
             orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             self._links.status.now(running="the agreement on the loss")
-            own = {pp_rank: (float(rank.loss), rank.targets) for pp_rank, rank in pipe.ranks.items()}
-            means, targets = zip(*self._links.sync.gathered(own), strict=True)
+            totals = {pp_rank: (float(rank.loss), rank.targets) for pp_rank, rank in pipe.ranks.items()}
+            means, targets = zip(*self._links.sync.gathered(totals), strict=True)
             return sum(means), sum(targets)
 
     def finite(self) -> bool:  # noqa: D102
@@ -191,10 +191,11 @@ class PipelineEngine:
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
         return without_padding(self._states.shapes(), self._padding)
 
-    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
-        self._states.load(read, wanted)
-        if any(store.forms for store in self.stores.values()):  # other entries may be kept than before
+    def load(self, read: Callable[[State], State], should_load: Callable[[str], bool] = lambda name: True) -> None:
+        """Replace the arrays whose names pass `should_load` by those `read` returns; calls `read` once per rank."""
+        self._states.load(read, should_load)
+        # The programs were compiled for the layout of the previous masks.
+        if any(store.forms for store in self.stores.values()):
             self._close_pipes()
 
     @contextlib.contextmanager
@@ -204,7 +205,7 @@ class PipelineEngine:
         self._links.status.now("between steps")
 
     def explain(self, sequences: int) -> list[str]:
-        """Return lines about the segments and parameters of every stage, and about the schedule."""
+        """Return lines of text about the segments and parameters of every stage, and about the schedule."""
         return build.describe(self._segments, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
@@ -217,12 +218,12 @@ class PipelineEngine:
         draw(spans, picture := directory / "timeline.png")
         return [picture]
 
-    def _at(self, what: str) -> None:
-        self._links.status.now(running=what)
+    def _at(self, text: str) -> None:
+        self._links.status.now(running=text)
 
     def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
-        """The pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
-        rows, width = self.batches.whole(batch) // self.batches.microbatches, batch.shape[1]
+        """Return the pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
+        rows, width = self.batches.global_rows(batch) // self.batches.microbatches, batch.shape[1]
         if self._half_done:
             self._recover()
         pipe = self._pipes.pop((rows, width), None)
@@ -257,7 +258,7 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _started(self, batch: np.ndarray) -> Iterator[tuple[build.CompiledPipeline, list[np.ndarray]]]:
-        """Prepare a step; mark the engine as half done if an exception, such as Ctrl-C, ends the body."""
+        """Prepare a step; an exception in the body, such as Ctrl-C, leaves the engine marked as half done."""
         prepared = self._prepare(batch)
         self._half_done = "tasks"
         try:
@@ -267,14 +268,14 @@ class PipelineEngine:
             self._links.status.now("between steps")
 
     def _recover(self) -> None:
-        """Undo a step that an exception, such as Ctrl-C, interrupted.
+        """Recover from a step that an exception, such as Ctrl-C, interrupted.
 
-        Raises ``RuntimeError`` if the step has changed weights or other processes.
+        Raises ``RuntimeError`` if the step may have changed weights, or if other processes went on.
         """
         if self._half_done == "update" or self.grid.size > 1:
             half = "while other processes went on" if self._half_done == "tasks" else "while updating the weights"
-            what = f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}"
-            raise RuntimeError(f"{what}; create a new Trainer in every process and load a checkpoint")
+            fault = f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}"
+            raise RuntimeError(f"{fault}; create a new Trainer in every process and load a checkpoint")
         for pipe in self._pipes.values():
             pipe.close()
             pipe.open()
@@ -289,12 +290,12 @@ class PipelineEngine:
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
-        room = pipe.room.get(pp_rank, 0)  # the first step tells how much memory is left
+        room = pipe.room.get(pp_rank, 0)  # unknown, hence 0, until the first step has shown how much memory is free
         policy = self.policy.within(self.pipe_shape, room) if isinstance(self.policy, ByArrival) else self.policy
         return dispatcher_of(self.pipe_shape, pp_rank, policy)
 
 
 @jax.jit
 def _add(mine: jax.Array, received: jax.Array) -> jax.Array:
-    """The sum, the same to the last bit at both holders, since addition of two commutes."""
+    # Bitwise equal on both ranks, whose copies must not diverge, since adding two numbers commutes.
     return mine + received

@@ -1,4 +1,4 @@
-"""State of a pipelined model in this process: a store for each rank of the pipe, and the names of checkpoints."""
+"""State of a pipelined model in this process: a parameter store for each local rank of the pipe."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -28,12 +28,19 @@ from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 
 
 class PipelineState:
-    """The state of the pipe's ranks here.
+    """State of this process's ranks of the pipe.
 
-    `parts` are the whole model, with abstract parameters, `names` the parameters of every rank of the pipe. Those of
-    several ranks have programs of their own, the same on all ranks, so that copies stay equal to the bit. Of a `model`
-    that is a function only the parameters of the ranks here are made. `progress` is called with a line of text for each
-    step of a long update.
+    Args:
+        parts: The full model, with abstract parameters.
+        model: The model, or a function that builds it, of which only the local ranks' parameters are allocated.
+        names: Parameters of every rank of the pipe. Those of several ranks are initialized and updated by separate
+            programs, the same on each of these ranks, so that their copies stay equal to the bit.
+        grid: Grid of the run.
+        optimizer: Optimizer for parameters under the model's names.
+        precisions: Dtypes of the run.
+        memory: Table [memory].
+        prune: Table [prune].
+        progress: Called with a line of text before each bucket of an offloaded update.
     """
 
     def __init__(
@@ -54,46 +61,48 @@ class PipelineState:
         abstract: Any = parts.merge(parts.params)
         self._pruned = prunable(parts, abstract.layer_list) if prune.prunes else []
         self.scale = HostScale(scaled=precisions.scaled)
-        held_twice = build.shared(names)
-        self.shared = {name: pp_ranks for name, pp_ranks in held_twice.items() if name in parts.trained}
-        """Trained parameters that two ranks of the pipe hold, with these ranks."""
+        replicated = build.shared(names)
+        self.shared = {name: pp_ranks for name, pp_ranks in replicated.items() if name in parts.trained}
+        """The ranks of each trained parameter that two ranks of the pipe hold."""
         self.stores: dict[int, ParamStore[ParamPlan]] = {}
         for pp_rank, mesh in grid.meshes.items():
-            own = {name: parts.params[name] for name in names[pp_rank]}
-            held = parts._replace(params=own, specs={name: parts.specs[name] for name in own})
-            check_separable(optimizer, parts.trained, list(held.trained))
-            twice = own.keys() & held_twice.keys()
+            stage_params = {name: parts.params[name] for name in names[pp_rank]}
+            stage = parts._replace(params=stage_params, specs={name: parts.specs[name] for name in stage_params})
+            check_separable(optimizer, parts.trained, list(stage.trained))
+            rank_replicated = stage_params.keys() & replicated.keys()
             self.stores[pp_rank] = ParamStore(
-                _made(model, held.specs, mesh, twice),
+                _place_params(model, stage.specs, mesh, rank_replicated),
                 optimizer,
-                self._build(held, twice, mesh, split=memory.zero > 0 and grid.shape.replicas > 1),
-                Pruner(prune, self._pruned, held.specs, mesh) if prune.prunes else None,
+                self._build(stage, rank_replicated, mesh, split=memory.zero > 0 and grid.shape.replicas > 1),
+                Pruner(prune, self._pruned, stage.specs, mesh) if prune.prunes else None,
                 owned=not isinstance(model, nnx.Module),
                 dtype=precisions.compute,
             )
 
     def _build(
-        self, held: SplitModule, shared: Collection[str], mesh: Mesh, *, split: bool
+        self, stage: SplitModule, shared: Collection[str], mesh: Mesh, *, split: bool
     ) -> Callable[[PrunedLayout | None], ParamPlan]:
-        sizes = {name: p.shape for name, p in held.trained.items()}
-        trained = {name: held.specs[name] for name in sizes}
+        sizes = {name: p.shape for name, p in stage.trained.items()}
+        trained = {name: stage.specs[name] for name in sizes}
 
         def build(forms: PrunedLayout | None) -> ParamPlan:
             shapes = sizes if forms is None else sizes | forms.value_shapes
             specs = split_over_replicas(shapes, trained, mesh) if split else trained
             settings = (self._precisions, self._memory.bucket, forms)
             update = DeviceOptimizer(self._optimizer, mesh, shapes, trained, specs, *settings)
-            if self._memory.offload == "none" or not sizes:  # all of this rank's weights may be frozen
-                return ParamPlan(unstacked(held), update)
+            # With adapters, all weights of a rank may be frozen, and there is nothing to offload.
+            if self._memory.offload == "none" or not sizes:
+                return ParamPlan(unstacked(stage), update)
             resident = self._memory.resident_bytes
             offloaded = OffloadedOptimizer(update, resident=resident, shared=shared, progress=self._progress)
-            return ParamPlan(unstacked(held), offloaded)
+            return ParamPlan(unstacked(stage), offloaded)
 
         return build
 
     @property
     def params(self) -> Params:
-        """The weights by name, float32 or frozen; of one held at both ends of the pipe the first copy."""
+        """Float32 and frozen weights by name; of a parameter at both ends of the pipe, the first rank's copy."""
+        # Descending, so that the first rank's copy overwrites the last rank's.
         by_rank = sorted(self.stores.items(), reverse=True)
         return {
             name: joined(p) for _, store in by_rank for name, p in {**store.masters, **store.frozen.per_layer}.items()
@@ -101,33 +110,34 @@ class PipelineState:
 
     @property
     def opt_state(self) -> dict[int, Any]:
-        """The optimizer state by rank."""
+        """Optimizer state by rank."""
         return {pp_rank: joined(store.opt_state) for pp_rank, store in self.stores.items()}
 
     def by_rank(self) -> dict[int, State]:
-        """Return the state that training changes, by rank and name."""
+        """Return the state that training changes, by rank and checkpoint name."""
         return {
             pp_rank: store.checkpoint_state(on_mesh(self.scale.state, store.mesh))
             for pp_rank, store in self.stores.items()
         }
 
     def saved(self) -> State:
-        """State that this process saves: an array of several ranks is saved by the first of them, wherever that is."""
+        """Return the state that this process saves."""
+        # An array of several ranks is saved by the first of them, which may be in another process.
         elsewhere = {name for pp_rank in range(min(self.stores)) for name in self._shapes(pp_rank)}
         last_first = sorted(self.by_rank().items(), reverse=True)
         merged = {name: value for _, state in last_first for name, value in state.items()}
         return {name: value for name, value in merged.items() if name not in elsewhere}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole model's state, of all ranks."""
+        """Return global shapes of the full model's state, over all ranks."""
         ranks = range(len(self._names))
         return {name: value.shape for pp_rank in ranks for name, value in self._shapes(pp_rank).items()}
 
-    def load(self, read: Read, wanted: Callable[[str], bool]) -> None:
-        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
+    def load(self, read: Read, should_load: Callable[[str], bool]) -> None:
+        """Replace the arrays whose names pass `should_load` by those `read` returns; calls `read` once per rank."""
         scale = self.scale.state
         for store in self.stores.values():
-            self.scale.restore(store.load(read, wanted, on_mesh(scale, store.mesh)))
+            self.scale.restore(store.load(read, should_load, on_mesh(scale, store.mesh)))
 
     def _shapes(self, pp_rank: int) -> State:
         trained = self._parts.trained
@@ -136,19 +146,21 @@ class PipelineState:
         return state_shapes(params, self._optimizer, self.scale.state, [n for n in self._pruned if n in sizes])
 
 
-def _made(model: Any, specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+def _place_params(model: Any, specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     if isinstance(model, nnx.Module):
         params = split_module(model).params
         return jax.device_put({name: params[name] for name in shardings}, shardings)
 
-    def make(layouts: dict[str, NamedSharding]) -> Params:
-        def chosen() -> Params:
-            made = split_module(model()).params
-            return {name: made[name] for name in layouts}  # XLA drops unused results
+    # Under jit, so that only this rank's shards are ever allocated.
+    def create(layouts: dict[str, NamedSharding]) -> Params:
+        def stage_params() -> Params:
+            params = split_module(model()).params
+            return {name: params[name] for name in layouts}  # XLA drops unused results
 
-        return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
+        return jax.jit(stage_params, out_shardings=layouts)()  # type: ignore[no-any-return]
 
-    made = make({name: layout for name, layout in shardings.items() if name not in shared})
-    made |= make({name: shardings[name] for name in sorted(shared)}) if shared else {}
-    return {name: made[name] for name in shardings}
+    # Replicated parameters get a program with no other results: on all their ranks it is the same, to the bit.
+    params = create({name: layout for name, layout in shardings.items() if name not in shared})
+    params |= create({name: shardings[name] for name in sorted(shared)}) if shared else {}
+    return {name: params[name] for name in shardings}

@@ -1,4 +1,4 @@
-"""The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
+"""Programs of a one-stage model on global arrays: gradients of a step, and evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,21 +41,22 @@ from axonn_jax.tensor.weight_gather import (
 from axonn_jax.train.engines.on_mesh import BATCH_SPEC, OnMesh, StepResults
 
 
-def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
-    """Return the parts that a device's rows run in; 0 is two on accelerators where that can help, else one.
+def sub_batches_of(requested: int, grid: GridShape, rows: int) -> int:
+    """Return the number of parts in which a device's rows run; 0 requests two on accelerators where it helps, else one.
 
-    Raises ``UserError`` where the rows do not divide into those wanted.
+    Raises ``UserError`` if the rows do not divide into the requested parts.
     """
-    if wanted:
-        if rows % wanted:
-            raise UserError("tensor.sub_batches", wanted, f"0 or a divisor of a device's {rows} rows")
-        return wanted
+    if requested:
+        if rows % requested:
+            raise UserError("tensor.sub_batches", requested, f"0 or a divisor of a device's {rows} rows")
+        return requested
+    # Two parts only pay if there are all-reduces within layers to hide, over grid.x or grid.y.
     helps = overlaps_collectives(jax.default_backend()) and max(grid.x, grid.y) > 1
     return 2 if helps and rows % 2 == 0 else 1
 
 
 def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
-    """A line for people where a device's rows cannot be halved, so that nothing runs beside all-reduces."""
+    """Return a line of text if a device's rows cannot be halved, so that nothing overlaps with all-reduces."""
     if sub_batches or sub_batches_of(0, grid, 2) == sub_batches_of(0, grid, rows):
         return []
     cause = f"{rows} sequence{'s' if rows > 1 else ''} of a microbatch on a device cannot be halved"
@@ -65,30 +66,30 @@ def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
 
 @dataclass(frozen=True)
 class StageProgram(OnMesh):
-    """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
+    """Pure functions on global arrays for a model on one 4D mesh; call them under `jax.jit`."""
 
     sub_batches: int = field(default=1, kw_only=True)
-    """Parts of a microbatch's local rows that run side by side, to hide communication behind compute; 0: two on
-    accelerators where that can help, else one."""
+    """Parts of a microbatch's local rows, of which one computes while another communicates; 0: two on accelerators
+    where that helps, else one."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes that split tokens, over which gradients of other parameters add up."""
+        """Axes that split tokens, over which the gradients of parameters they do not split are summed."""
         return self._model(self.parts.params).token_axes
 
     def sum_axes(self, name: str) -> tuple[str, ...]:
-        """Return the axes over which a device's gradient of a parameter is a partial sum."""
+        """Return the axes over which a device's gradient of a parameter is only a partial sum."""
         return self.parts.sum_axes(name, self.token_axes)
 
     @property
     def counts(self) -> Loads | None:
-        """Meaning of the gradients that are counts."""
+        """Interpretation of the gradients that are counts of tokens; None if none are."""
         return self._model(self.parts.params).counts(self.parts.loads)
 
     def results(
         self, params: Weights, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
-        """Return the results of `gradients`, with counts measured and in the form that the optimizer takes."""
+        """Return the results of `gradients`, with counts turned into a metric and into updates for the optimizer."""
         grads, loss, norm = self.gradients(params, batch, key, scale)
         if (counts := self.counts) is None:
             return StepResults(grads, loss, norm, {})
@@ -97,14 +98,23 @@ class StageProgram(OnMesh):
     def gradients(
         self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
-        """Mean loss over a global batch, its gradients and their global norm.
+        """Return the gradients of a global batch's mean loss, the mean loss, and the gradients' global norm.
 
-        `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
-        after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
-        `z`, with sequence parallelism `y`, where a parameter is replicated over it). With `reshard_after` "step" and
-        several microbatches all weights are gathered before the first, and gradients are reduce-scattered over `z`
-        behind the last, in `sums`. Other collectives are those of the layers. Where a loss `scale` is given the
-        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
+        Microbatches run one after the other and add up unreduced.
+
+        Args:
+            params: Weights by name.
+            tokens: Token ids [microbatches, sequences, seq + 1].
+            key: Dropout key, or None.
+            scale: Factor on the gradients, but not on loss and norm; an overflow makes the norm infinite or NaN.
+
+        Returns:
+            Gradients laid out by `grad_specs`, the mean loss, and the norm.
+
+        Collectives: every gradient is summed once per step, in buckets, over `data` (and over `z`, with sequence
+        parallelism `y`, if the parameter is replicated over it). With `reshard_after` "step" and several microbatches,
+        all weights are gathered before the first, and gradients are reduce-scattered over `z` after the last, in
+        the dtype of the sums. Other collectives are those of the layers.
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -115,14 +125,15 @@ class StageProgram(OnMesh):
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Return each device's unreduced sums of gradients, the mean loss, and the sum of all their squares.
 
-        Sums are laid out by `offload_buckets.unreduced_spec`; nothing but three numbers is reduced over `data`. Where
-        the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
+        Sums are laid out by `offload_buckets.unreduced_spec`; only three numbers are reduced over `data`. If the sum of
+        squares is finite, so are the gradients that the sums add up to.
         """
-        each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
+        # Every device's sums count, replicas included: this only tests for overflow and is not the norm.
+        per_device = P((*BATCH_AXES, "y", "x"))
 
         def local(params: Weights, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
-            squares = square_sum(sums, dict.fromkeys(sums, each))
+            squares = square_sum(sums, dict.fromkeys(sums, per_device))
             return {name: value[None] for name, value in sums.items()}, loss, squares
 
         sums = {name: unreduced_spec(spec, self.grid.mesh) for name, spec in self.parts.specs.items()}
@@ -130,7 +141,7 @@ class StageProgram(OnMesh):
         return region(params, tokens, key)  # type: ignore[no-any-return]
 
     def evaluate(self, params: Weights, carried: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the mean loss of [microbatches, sequences, seq + 1] tokens, without dropout, and their targets."""
+        """Return the mean loss of [microbatches, sequences, seq + 1] tokens, without dropout, and the target count."""
         evaluated = replace(self, parts=evaluating(self.parts))
 
         def local(params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,14 +162,15 @@ class StageProgram(OnMesh):
         return model  # type: ignore[no-any-return]
 
     @property
-    def _last_apart(self) -> bool:
-        """True if replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
+    def _separates_last(self) -> bool:
+        """True if the last microbatch is outside the loop, so that the reduction overlaps with its backward pass."""
+        # Behind a scan over layers all gradients arrive together, and there is nothing left to overlap with.
         model = self._model(self.parts.params)
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
         return self.ordered and self.grid.shape.replicas > 1 and not scanned
 
     def _targets(self, tokens: jax.Array) -> jax.Array:
-        """Targets that count in the global batch of which `tokens` is this device's part, 4 bytes over `data`, `z`."""
+        """Return the number of counted targets in the global batch; an all-reduce of 4 bytes over the batch axes."""
         counts = counted_targets(tokens, packed=self._model(self.parts.params).packed)
         return all_reduce(jnp.sum(counts, dtype=jnp.float32), BATCH_AXES)
 
@@ -174,8 +186,8 @@ class StageProgram(OnMesh):
         layouts = (self.parts.specs, self.grad_specs)
 
         def reduced(sums: Params) -> Params:
-            # The order found has buckets one after the other as gradients come.
-            in_turn = not self._last_apart
+            # The order found by `reorder` already sends buckets one after the other, as gradients arrive.
+            in_turn = not self._separates_last
             return reduce_gradients(sums, *layouts, self.memory.bucket, self.grid.mesh, self.sum_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
@@ -191,43 +203,42 @@ class StageProgram(OnMesh):
         scale: jax.Array | None,
         finish: Callable[[Params], Params] | None = None,
     ) -> tuple[Params, jax.Array]:
-        """Return the result of `finish` on each device's sums of gradients over microbatches, and the mean loss.
-
-        With `_last_apart` the last microbatch is apart from the loop over the others, so that `finish` runs beside its
-        backward pass.
-        """
-        # Varying over the axes that split tokens, on purpose: autodiff then leaves gradients unreduced over them (the
-        # gather of a z-sharded kernel reduce-scatters over z), and the sum over microbatches costs no communication.
+        """Return the result of `finish` on each device's sums of gradients over microbatches, and the mean loss."""
+        # Mark weights varying over the token axes: autodiff then leaves gradients unreduced over them (the gather of a
+        # z-sharded kernel reduce-scatters over z), so the sum over microbatches costs no communication.
         sum_dtype = self.precisions.grad_dtype
         shards = {name: mark_varying(trained(p, sum_dtype), self.sum_axes(name)) for name, p in params.items()}
         count = tokens.shape[0]
         once = self.memory.reshard_after == "step" and count > 1
-        held: MaybeGathered = {**shards}
+        weights: MaybeGathered = {**shards}
         if once:
             plain = {name: shards[name] for name, p in params.items() if isinstance(p, jax.Array)}
-            held |= gather_params(plain, self.parts.specs, self.precisions.compute)
-        own = {name: held.pop(name) for name in self.parts.trained}
-        # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
-        several = count > 1 and not once
+            weights |= gather_params(plain, self.parts.specs, self.precisions.compute)
+        trainable = {name: weights.pop(name) for name in self.parts.trained}
+        # Gather outside the loop over microbatches; XLA hoists these gathers itself on CPUs but not on GPUs.
+        gathers_once = count > 1 and not once
         layers = f"{self._model(params).layer_list}."
-        wholes = gather_once(shards, self.parts.specs, self.precisions.compute, layers) if several else {}
-        # None of these has a gradient.
-        frozen = {name: GatheredWeight(wholes.pop(name)) if name in wholes else value for name, value in held.items()}
+        gathered = gather_once(shards, self.parts.specs, self.precisions.compute, layers) if gathers_once else {}
+        # Without a gradient: frozen weights, which the loss closes over instead of taking them as an argument.
+        frozen = {
+            name: GatheredWeight(gathered.pop(name)) if name in gathered else value for name, value in weights.items()
+        }
         targets = self._targets(tokens)
 
         def backward(p: MaybeGathered, index: jax.Array, batch: jax.Array) -> tuple[jax.Array, MaybeGathered]:
-            key_here = None if key is None else DropoutKey(key, microbatch=index)
+            microbatch_key = None if key is None else DropoutKey(key, microbatch=index)
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
-                held = training(params, as_gathered(p, wholes, self.parts.specs), sum_dtype)
-                loss = self._loss_sum({**held, **frozen}, batch, key_here) / targets
+                weights = training(params, as_gathered(p, gathered, self.parts.specs), sum_dtype)
+                loss = self._loss_sum({**weights, **frozen}, batch, microbatch_key) / targets
                 return (loss if scale is None else loss * scale), loss
 
             p = cast_for_reduction(sum_dtype, p, self.parts.specs)
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
             return loss, grads
 
-        if self.ordered:  # traced once for the loop and the last
+        # Trace once for both the loop and the last microbatch.
+        if self.ordered:
             backward = jax.jit(backward)
 
         def plus(sums: MaybeGathered, grads: MaybeGathered) -> MaybeGathered:
@@ -237,31 +248,32 @@ class StageProgram(OnMesh):
             carry: tuple[jax.Array, MaybeGathered], microbatch: tuple[jax.Array, jax.Array]
         ) -> tuple[tuple[jax.Array, MaybeGathered], None]:
             total, sums = carry
-            loss, grads = (in_order(backward) if self.ordered else backward)(own, *microbatch)
+            loss, grads = (in_order(backward) if self.ordered else backward)(trainable, *microbatch)
             return (total + loss, plus(sums, grads)), None
 
         def finished(sums: MaybeGathered) -> Params:
             shards = scatter_grads(sums, self.parts.specs)
             return shards if finish is None else finish(shards)
 
-        def last(own: MaybeGathered, sums: MaybeGathered, batch: jax.Array) -> tuple[jax.Array, Params]:
-            loss, grads = backward(own, jnp.int32(count - 1), batch)
+        def last(trainable: MaybeGathered, sums: MaybeGathered, batch: jax.Array) -> tuple[jax.Array, Params]:
+            loss, grads = backward(trainable, jnp.int32(count - 1), batch)
             return loss, finished(plus(sums, grads))
 
         def zero(name: str, p: Any) -> Any:
             dtype = self.precisions.sums_of(name)
             return jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, dtype), compat.varying_axes(p)), p)
 
-        zeros = {name: zero(name, p) for name, p in own.items()}
+        zeros = {name: zero(name, p) for name, p in trainable.items()}
         start = (mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
-        apart = finish is not None and self._last_apart
-        looped = count - 1 if apart else count
+        separates_last = finish is not None and self._separates_last
+        looped = count - 1 if separates_last else count
         total, sums = start
         if looped:
             (total, sums), _ = lax.scan(add, start, (jnp.arange(looped), tokens[:looped]))
-        if looped and apart:  # XLA takes a loop of one apart, and would run both microbatches at once
-            own = jax.tree.map(after, own, sums)
-        if not apart:
+        # XLA unrolls a loop of one microbatch and would run it together with the last, with twice the activations.
+        if looped and separates_last:
+            trainable = jax.tree.map(after, trainable, sums)
+        if not separates_last:
             return finished(sums), all_reduce(total, BATCH_AXES)
-        loss, grads = in_order(last)(own, sums, tokens[-1])
+        loss, grads = in_order(last)(trainable, sums, tokens[-1])
         return grads, all_reduce(total + loss, BATCH_AXES)

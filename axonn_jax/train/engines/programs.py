@@ -1,4 +1,4 @@
-"""Compiled programs of a model on one mesh, for parameters in one form: its steps, losses and numbers."""
+"""Compiled programs of a model on one mesh, for one form of its parameters: steps, losses and metrics."""
 
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
@@ -27,14 +27,15 @@ from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, 
 class OffloadedStep:
     """Training step like `TrainStep`, with the optimizer's state streamed through the devices (`memory.offload`).
 
-    Where nothing is clipped, no loss scaled, no gradient scattered over `data`, no sequence split, no expert counts its
-    tokens and weights are trained and not adapters, a bucket of gradients is reduced beside the update of the one
-    before; else all are reduced first. Raises ``UserError`` where the optimizer looks at all parameters together.
+    If possible, a bucket of gradients is reduced while the previous bucket is updated (`interleaved`). Raises
+    ``UserError`` if the optimizer looks at all parameters together.
     """
 
     def __init__(self, step: TrainStep, program: StageProgram, resident: int | None):
         self.step, self.program = step, program
         self.update = OffloadedOptimizer(step.update, resident=resident)
+        # Clipping and loss scaling need the global norm before the first update, and `Bucket.reduce` supports neither
+        # ZeRO nor split sequences, token counts or adapters.
         plain = step.clip == 0.0 and not program.precisions.scaled and program.token_axes == BATCH_AXES
         measured_first = program.zero or bool(program.parts.loads or program.parts.adapters)
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
@@ -42,25 +43,27 @@ class OffloadedStep:
     def run(
         self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None, frozen: Params
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after a step, and the step's loss and gradient norm; `measured` is compiled for such a batch.
+        """Return the state after a step and its metrics; `measured` is the compiled gradients' program of the batch.
 
-        Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
-        another one.
+        Returns before the step has run; blocks only until the devices have room for the next bucket of state.
         """
-        before: MeasuredStep = measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
-        loss = before.metrics["loss"]
+        measured_step: MeasuredStep = measured(
+            {**state.model.weights, **frozen}, state.scale, state.carried, batch, key
+        )
+        loss = measured_step.metrics["loss"]
         if self.interleaved:
-            model, norm = self.update.reducing(state.model, before.grads, loss, before.finite)
-            metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": before.scale.skipped}
-            return TrainState(model, before.scale, before.carried), metrics
-        model, _ = self.update.after(state.model, before.grads, before.factor, loss, before.finite)
-        return TrainState(model, before.scale, before.carried), before.metrics
+            model, norm = self.update.reducing(state.model, measured_step.grads, loss, measured_step.finite)
+            metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": measured_step.scale.skipped}
+            return TrainState(model, measured_step.scale, measured_step.carried), metrics
+        model, _ = self.update.after(state.model, measured_step.grads, measured_step.factor, loss, measured_step.finite)
+        return TrainState(model, measured_step.scale, measured_step.carried), measured_step.metrics
 
     @cached_property
     def measured(self) -> Any:
-        """The compiled part of a step before the update (see `TrainStep.measured`).
+        """Jitted part of a step before the update (see `TrainStep.measured`).
 
-        Where it is `interleaved` gradients are each device's own sums, metrics the loss alone, and there is no factor.
+        If `interleaved`, gradients are each device's unreduced sums, the only metric is the loss, and there is no
+        factor.
         """
         program, scalar = self.program, self.step.scalar
         grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
@@ -70,8 +73,8 @@ class OffloadedStep:
             shardings = shardings._replace(
                 grads=unreduced_shardings(program.parts.specs, program.grid.mesh), factor=None
             )
-        before = self._summed if self.interleaved else self.step.measured
-        return jax.jit(before, out_shardings=shardings, compiler_options=self.step.compiler_options())
+        function = self._summed if self.interleaved else self.step.measured
+        return jax.jit(function, out_shardings=shardings, compiler_options=self.step.compiler_options())
 
     def _summed(
         self, weights: Weights, scale: Scale, carried: Any, batch: jax.Array, key: jax.Array | None
@@ -83,11 +86,11 @@ class OffloadedStep:
 
 
 class StepPrograms(ParamPlan):
-    """StepPrograms of a step, each compiled when a batch of a new shape comes.
+    """Programs of a step, each compiled for the first batch of a new shape.
 
     Args:
-        stack: How layers are stacked.
-        program: The program of the gradients (`OnMesh`).
+        stack: Model with its layers both stacked and separate.
+        program: Program of the gradients (`OnMesh`).
         step: The step.
         memory: Table [memory].
     """
@@ -98,7 +101,7 @@ class StepPrograms(ParamPlan):
         super().__init__(stack, self._offloaded.update if self._offloaded else step.update)
         self.program, self.train_step = program, step
         self.evaluate: Callable[..., Any] = jitted(program.evaluate)
-        """Function of weights, carried state and a batch -> the mean loss and its weight."""
+        """Function from weights, carried state and a batch to the mean loss and its weight."""
         self._steps: dict[Hashable, jax.stages.Compiled] = {}
         self._temporaries: dict[Hashable, TemporariesInPlace] = {}
         self._forward: dict[Hashable, Callable[..., Any]] = {}
@@ -107,13 +110,13 @@ class StepPrograms(ParamPlan):
 
     @property
     def first_step(self) -> jax.stages.Compiled | None:
-        """The compiled step of the first shape of a batch; None before the first step."""
+        """Compiled step of the first batch shape; None before the first step."""
         return next(iter(self._steps.values()), None)
 
     def step(
         self, state: TrainState, batch: Any, key: jax.Array | None, frozen: Params
     ) -> Callable[[], tuple[TrainState, StepMetrics]]:
-        """Return the compiled step of a batch as a call that uses `state` up; waits for room for its temporaries."""
+        """Return the compiled step of a batch as a call that donates `state`; waits for room for its temporaries."""
         compiled = self.compiled(state, batch, key, frozen)
         if self._offloaded is not None:
             return partial(self._offloaded.run, compiled, state, batch, key, frozen)
@@ -121,12 +124,12 @@ class StepPrograms(ParamPlan):
         return partial(compiled, state, batch, key, frozen)
 
     def bounded(self, metrics: StepMetrics) -> StepMetrics:
-        """Return a dispatched step's metrics once the step before the last has ended."""
+        """Return a dispatched step's metrics, once the step two before it has ended."""
         self._last = metrics
         return self._in_flight(metrics)  # type: ignore[no-any-return]
 
     def compiled(self, state: TrainState, batch: Any, key: jax.Array | None, frozen: Params) -> jax.stages.Compiled:
-        """Return the compiled program of a step, with offload that of its gradients; such a state may be shapes."""
+        """Return the compiled program of a step, or with offload of its gradients; `state` may be abstract."""
         if (form := form_of(batch)) not in self._steps:
             if self._offloaded is None:
                 traced = self.train_step.jitted().trace(state, batch, key, frozen)
@@ -139,7 +142,7 @@ class StepPrograms(ParamPlan):
         return self._steps[form]
 
     def forward(self, loss: Callable[..., Any] | None, *, at_once: bool) -> Callable[..., Any]:
-        """Return the program of a user's loss (None: the job's), of all rows `at_once` where they do not divide."""
+        """Return the jitted program of a user's loss (None: the job's), on all rows `at_once` or in microbatches."""
         if (form := (loss, at_once)) not in self._forward:
             self._forward[form] = jitted(self.program.of(loss, at_once=at_once).forward)
         return self._forward[form]

@@ -1,4 +1,4 @@
-"""Scanned layers: the choice to run a model's layers as a loop."""
+"""Choice of scanned layers: whether a model's layers run as a loop."""
 
 from typing import Any
 
@@ -15,36 +15,45 @@ from axonn_jax.state.scanned import check_per_layer
 from axonn_jax.tensor.params import SplitModule
 
 LAYERS = 32
-"""Layers from which `auto` scans them, by the measurements in docs/results.md."""
+"""Number of layers from which `auto` scans them, by the measurements in docs/results.md."""
 
 
 def choose_stack(
     model: nnx.Module,
     split: SplitModule,
     optimizer: optax.GradientTransformation,
-    wanted: ScanLayers,
+    requested: ScanLayers,
     *,
     activations: str = "none",
     ordered: bool = False,
 ) -> Stack:
-    """Return the split model in its programs' form: scanned layers are stacked, others unchanged.
+    """Return the split model with its layers stacked if they are to be scanned, else unchanged.
 
-    `auto` scans many layers, and on the CPU backend, which undoes recomputation outside of loops, any that are computed
-    again in the backward pass; but not where the package orders the computation (`ordered`), which hides a layer's
-    communication behind other layers. Raises ``UserError`` where scanning is `wanted` and impossible.
+    Args:
+        model: The model.
+        split: Its parameters, split off.
+        optimizer: Optimizer, which must treat all scanned layers alike.
+        requested: `tensor.scan_layers`.
+        activations: Activation policy.
+        ordered: Whether the package orders the computation.
+
+    Raises:
+        UserError: `requested` demands scanning, and it is impossible.
     """
     plain = unstacked(split)
     checked = check_model(model)
     layers: Any = getattr(model, checked.layer_list) if checked.layer_period else ()
+    # The CPU backend undoes recomputation outside loops. An ordered computation hides a layer's communication behind
+    # other layers, which a loop would prevent.
     recomputed = activations != "none" and merges_recomputation(jax.default_backend())
     pays = not ordered and (recomputed or len(layers) >= LAYERS)
-    if wanted == "no" or (wanted == "auto" and not pays):
+    if requested == "no" or (requested == "auto" and not pays):
         return plain
     try:
         stack = stack_layers(model, split)
         check_per_layer(optimizer, stack)
     except UserError:
-        if wanted == "auto":
+        if requested == "auto":
             return plain
         raise
     return stack

@@ -1,4 +1,4 @@
-"""SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
+"""SPMD engine, whose step is one compiled program on one mesh with donated parameters and optimizer state."""
 
 import contextlib
 import math
@@ -37,33 +37,33 @@ from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, bui
 from axonn_jax.train.optimizer import check_optimizer
 
 Build = Callable[[PrunedLayout | None], tuple[Stack, Any, TrainStep]]
-"""Function of the parameters' forms -> how layers are stacked, the program of the gradients, and the step."""
+"""Function from the layout of pruned parameters to the stack of layers, the program of the gradients and the step."""
 
 
 @dataclass
 class Job:
-    """A model taken apart, with all that an `SpmdEngine` needs to train it."""
+    """A model, split into parts, with everything an `SpmdEngine` needs to train it."""
 
     params: Params
-    """Float32 parameters on the mesh, under the layers' own names."""
+    """Float32 parameters on the mesh, under per-layer names."""
     optimizer: optax.GradientTransformation
     build: Build
     batches: Batches
     draws: bool
-    """True if a step takes a key, as of dropout."""
+    """True if a step takes a random key, for example for dropout."""
     owned: bool
-    """True if `params` may be freed, one after another."""
+    """True if `params` may be freed, one array after another."""
     merge: Callable[[Params, Params], Any]
-    """Function of parameters and carried state -> the user's model."""
+    """Function from parameters and carried state to the user's model."""
     chooser: Pruner | None = None
     formed: bool = True
-    """True if parameters have the chooser's forms from the start."""
+    """True if the parameters are pruned from the start."""
     padding: Mapping[str, Any] = field(default_factory=dict)
     """Padding of the vocabulary (`models.vocabulary.padding_of`)."""
     carried: Params = field(default_factory=dict)
-    """State of the model that is no parameter and that steps change, by name."""
+    """Model state that is no parameter and that steps change, by name."""
     row_choice: RowChoice | None = None
-    """Choice of the way in which a user's loss runs; None for a model of the package's own."""
+    """Choice of how a user's loss runs; None for the package's models."""
 
 
 def model_job(
@@ -77,9 +77,9 @@ def model_job(
     tensor: TensorConfig,
     prune: PruneConfig,
 ) -> Job:
-    """Return the job of a `models.protocol.Model`, or of a function that makes one; nothing is compiled.
+    """Return the job of a `models.protocol.Model` or of a function that builds one, without compiling anything.
 
-    Raises ``UserError`` where model, optimizer and settings do not go together.
+    Raises ``UserError`` if model, optimizer and settings do not fit together.
     """
     owned = not isinstance(model, nnx.Module)
     if not isinstance(model, nnx.Module):
@@ -87,16 +87,17 @@ def model_job(
     model = fit_vocabulary(model, grid.shape)
     checked = check_model(model)
     checked.check_grid(grid.shape)
-    made = split_module(model)
-    check_optimizer(optimizer, checked, made, memory, prune)
+    split = split_module(model)
+    check_optimizer(optimizer, checked, split, memory, prune)
     padding = padding_of(model)
-    optimizer = published_matrices(optimizer, model, made.trained)
-    parts = shapes_of(made)  # no array of the model's may live as long as the engine
-    like = parts.merge(parts.params)
+    optimizer = published_matrices(optimizer, model, split.trained)
+    # Abstract parts only: a reference to the model's arrays would keep them alive as long as the engine.
+    parts = shapes_of(split)
+    abstract = parts.merge(parts.params)
     return Job(
-        placed(made.params, parts.specs, grid.mesh),
+        placed(split.params, parts.specs, grid.mesh),
         optimizer,
-        partial(build_step, like, parts, optimizer, grid, clip, memory, tensor),
+        partial(build_step, abstract, parts, optimizer, grid, clip, memory, tensor),
         TokenBatches(grid, microbatches, packed=checked.packed),
         checked.drops_out,
         owned,
@@ -108,20 +109,21 @@ def model_job(
 
 
 class SpmdEngine:
-    """Engine of a model that lies whole on one mesh; `engine.Engine` describes the members.
+    """Engine of a model on a single mesh; see `engine.Engine` for each member.
 
-    A step dispatches and returns: its metrics are device values, and at most two steps are in flight.
+    A step returns once it is dispatched: its metrics are device values, and at most two steps are in flight.
     """
 
     def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
         self.grid, self.batches, self._job = grid, job.batches, job
         self._key = key_of(seed) if job.draws else None
         self._carried, self.row_choice = job.carried, job.row_choice
-        how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
+        dtype = precisions(memory.precision).compute
+        flags: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": dtype}
         self.store = ParamStore(
-            job.params, job.optimizer, lambda forms: StepPrograms(*job.build(forms), memory), job.chooser, **how
+            job.params, job.optimizer, lambda forms: StepPrograms(*job.build(forms), memory), job.chooser, **flags
         )
-        job.params = job.carried = {}  # which the store and the steps use up
+        job.params = job.carried = {}  # the store and the steps donate these arrays
         self.stores: Mapping[int, ParamStore[StepPrograms]] = {0: self.store}
         self._scale = self.programs.train_step.first_scale()
         self.steps_done = 0
@@ -132,7 +134,7 @@ class SpmdEngine:
 
     @property
     def programs(self) -> StepPrograms:
-        """Compiled programs for the parameters' present form."""
+        """Compiled programs for the current form of the parameters."""
         return self.store.plan
 
     @property
@@ -151,10 +153,7 @@ class SpmdEngine:
 
     @property
     def params(self) -> Params:
-        """The float32 weights by name, and frozen ones in the compute dtype, however layers are run.
-
-        Of scanned ones copies, with offload in host memory.
-        """
+        """Float32 weights, and frozen ones in the compute dtype, by name; those of scanned layers are copies."""
         return joined({**self.store.masters, **self.store.frozen.per_layer})  # type: ignore[no-any-return]
 
     def merged(self, params: Params) -> Any:  # noqa: D102
@@ -162,7 +161,7 @@ class SpmdEngine:
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's state for `params`; of scanned layers, copies."""
+        """Optimizer state for `params`; that of scanned layers is copied."""
         return joined(self.store.opt_state)
 
     @property
@@ -171,33 +170,33 @@ class SpmdEngine:
         return TrainState(self.store.model, self._scale, self._carried)
 
     def watch(self, world: Any) -> None:
-        """Let the processes of an MPI world, which nothing else uses, end where one is silent; collective over it."""
+        """End the processes of an otherwise unused MPI world if one falls silent; collective over that world."""
         self.heartbeat = Heartbeat(self._status, self.grid, math.inf, world)
         self.heartbeat.start()
 
     def step(self, batch: Any) -> StepMetrics:
-        """Dispatch an optimizer step and return once that of the step before the last has ended.
+        """Dispatch an optimizer step and return once the step two before it has ended.
 
-        It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has
+        It only waits for this step if optimizer state is in host memory (`memory.offload`), or if the CPU backend has
         large temporaries to free first (`backend.cpu_allocator`). Collectives: `StageProgram.gradients`.
         """
         if self._in_step:
-            self._check_whole()
+            self._check_interrupted()
         self._settle(batch)
-        given, key = self.batches.shard(batch), self._step_key(self.steps_done)
+        shards, key = self.batches.shard(batch), self._step_key(self.steps_done)
         self._status.step, self._status.finished = self.steps_done + 1, f"step {max(0, self.steps_done - STEPS)}"
         self._status.now("compiling" if self.programs.first_step is None else "in a step", running="its program")
-        run = self.programs.step(self.train_state, given, key, self.store.frozen.arrays)
+        run = self.programs.step(self.train_state, shards, key, self.store.frozen.arrays)
         self._in_step = True
-        # One statement: Ctrl-C comes before all of it or after.
+        # A single statement, so that Ctrl-C cannot separate the donated state from its replacement and the count.
         ((self.store.model, self._scale, self._carried), metrics), self.steps_done = run(), self.steps_done + 1
         self._in_step = False
         return self.programs.bounded(metrics)
 
-    def _check_whole(self) -> None:
-        """Undo a step that an exception, such as Ctrl-C, interrupted.
+    def _check_interrupted(self) -> None:
+        """Recover from a step that an exception, such as Ctrl-C, interrupted.
 
-        Raises ``RuntimeError`` if the step had used the state up.
+        Raises ``RuntimeError`` if the step had already donated the state.
         """
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.train_state)):
             raise RuntimeError(
@@ -207,13 +206,13 @@ class SpmdEngine:
         self._in_step = False
 
     def compiled_step(self, batch: Any) -> jax.stages.Compiled:
-        """The step's compiled program for batches of this shape; with offload that of the gradients."""
+        """Return the step's compiled program for batches of this shape; with offload, that of the gradients."""
         self._settle(batch)
-        given = self.batches.shard(batch)
-        return self.programs.compiled(self.train_state, given, self._step_key(0), self.store.frozen.arrays)
+        shards = self.batches.shard(batch)
+        return self.programs.compiled(self.train_state, shards, self._step_key(0), self.store.frozen.arrays)
 
     def _settle(self, batch: Any) -> None:
-        """Take another program where the batch asks for one."""
+        """Rebuild the programs if the batch requires another choice of rows."""
         choice = self.row_choice
         if choice is not None and choice.changes(self.steps_done, self.store.weights, self._carried, batch):
             self.store.rebuild()
@@ -226,7 +225,7 @@ class SpmdEngine:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Evaluate with the average of the weights, inside the context."""
+        """Evaluate with averaged weights inside the context."""
         self._evaluated = self.store.averaged
         try:
             yield
@@ -239,9 +238,9 @@ class SpmdEngine:
         return self.programs.evaluate(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def numbers(self, batch: Any, loss: Any = None) -> Any:
-        """Return the mean loss of a batch, its weight and the numbers beside it, by the job's loss or another.
+        """Return the mean loss of a batch, its weight and auxiliary numbers; `loss` replaces the job's loss.
 
-        The job is one of a user's loss (`train/modules/`).
+        Only for jobs with a user's loss (`train/modules/`).
         """
         batches: Any = self.batches
         ragged = batches.ragged(batch)
@@ -251,39 +250,39 @@ class SpmdEngine:
             choice = self.row_choice
             at_once = choice is not None and choice.evaluates_at_once(loss, weights, self._carried, batch)
             batches = batches.at_once() if at_once else batches
-        given = batches.shard_ragged(batch) if ragged else batches.shard(batch)
+        shards = batches.shard_ragged(batch) if ragged else batches.shard(batch)
         forward = self.programs.forward(loss, at_once=ragged or at_once)
-        result = forward(weights, self._carried, given)
+        result = forward(weights, self._carried, shards)
         return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102
         return self.store.finite()
 
     def state(self) -> State:  # noqa: D102
-        return self.store.checkpoint_state(self._scale) | self._named_carried()
+        return self.store.checkpoint_state(self._scale) | self._carried_state()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        state = self.store.shapes(self._scale) | self._named_carried()
+        state = self.store.shapes(self._scale) | self._carried_state()
         return without_padding({name: value.shape for name, value in state.items()}, self._job.padding)
 
-    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts."""
-        self._scale = self.store.load(read, wanted, self._scale)
-        if asked := {name: value for name, value in self._named_carried().items() if wanted(name)}:
-            values = read(shapes(asked))
+    def load(self, read: Callable[[State], State], should_load: Callable[[str], bool] = lambda name: True) -> None:
+        """Replace the arrays whose names pass `should_load` by those `read` returns."""
+        self._scale = self.store.load(read, should_load, self._scale)
+        if carried := {name: value for name, value in self._carried_state().items() if should_load(name)}:
+            values = read(shapes(carried))
             self._carried = {name: values.get(CARRIED + name, value) for name, value in self._carried.items()}
 
-    def _named_carried(self) -> State:
+    def _carried_state(self) -> State:
         return {CARRIED + name: value for name, value in self._carried.items()}
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
         self._status.now("saving")
-        yield lambda what: self._status.now(running=what)
+        yield lambda text: self._status.now(running=text)
         self._status.now("between steps")
 
     def explain(self, sequences: int) -> list[str]:
-        """Return lines about the communication that nothing hides in a step of so many sequences."""
+        """Return lines of text about exposed communication in a step of `sequences`, and about missing XLA options."""
         missing = [
             f"step: this XLA has no {name}, which is not set" for name in self.programs.train_step.missing_options()
         ]
@@ -291,10 +290,10 @@ class SpmdEngine:
         return [*lines, *missing]
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Write nothing: a step is one program."""
+        """Write nothing and return no pictures, since a step is one program."""
         return []
 
     def close(self) -> None:
-        """End the heartbeat's thread."""
+        """Stop the heartbeat's thread."""
         if self.heartbeat is not None:
             self.heartbeat.close()

@@ -1,4 +1,4 @@
-"""One optimizer step as a compiled program, for real arrays or for shapes alone."""
+"""Optimizer step as one compiled program, for real or abstract arrays."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -37,10 +37,10 @@ from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
 StepMetrics = dict[str, Any]
-"""Results of a step. Without a pipeline they are still on the devices: reading one waits for the step.
+"""Metrics of a step by name. Without a pipeline they are device values: reading one waits for the step.
 
 `loss`, `grad_norm`, `skipped` (steps of the run so far that changed nothing, since their loss or gradients were not
-finite), `loss_scale` under fp16 (factor on the loss), and the model's own: `largest_load` (tokens of the most loaded
+finite), `loss_scale` under fp16 (factor on the loss), and those of the model: `largest_load` (tokens of the most loaded
 expert over the mean, in the worst layer with experts).
 """
 
@@ -52,7 +52,7 @@ class TrainState(NamedTuple):
     scale: Scale
     """Loss scale, with a factor under fp16."""
     carried: Params
-    """The model's state that is no parameter, by name."""
+    """Model state that is no parameter, by name."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class TrainStep:
     program: OnMesh
     optimizer: optax.GradientTransformation
     clip: float = 0.0
-    """Gradients are scaled down to this global norm; 0: not clipped."""
+    """Largest global norm of the gradients, to which larger ones are scaled down; 0: not clipped."""
     separate: bool = False
-    """True if the optimizer's weights are not those that layers read."""
+    """True if the optimizer's weights are separate from those that layers read."""
 
     def __call__(
         self,
@@ -73,39 +73,44 @@ class TrainStep:
         key: jax.Array | None,
         frozen: Weights = {},  # noqa: B006
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's.
+        """Return the state after a step and the step's metrics.
 
-        Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
+        If loss or norm are not finite, weights and optimizer state stay unchanged. Collectives: those of the gradients
+        (`OnMesh.results`) and of the update (`DeviceOptimizer`).
         """
         measured = self.measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
         loss, weights = measured.metrics["loss"], {**state.model.weights, **measured.written}
-        before = state.model._replace(weights=weights)
-        model = self.update.after(before, measured.grads, measured.factor, loss, measured.finite)
+        old = state.model._replace(weights=weights)
+        model = self.update.after(old, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale, measured.carried), measured.metrics
 
     def measured(
         self, weights: Weights, scale: Scale, carried: Params, batch: Any, key: jax.Array | None
     ) -> "MeasuredStep":
-        """Return the loss, gradients and metrics of a step before its update."""
+        """Return gradients, loss and metrics of a step, before its update."""
         grads, loss, norm, further, changed = self.program.results(weights, carried, batch, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
-        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped, **further}
+        new_scale, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
+        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": new_scale.skipped, **further}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        had: Any = {**weights, **carried}
-        kept = {name: jnp.where(finite, value, had[name]) for name, value in changed.items()}
-        written = {name: value for name, value in kept.items() if name not in carried}
+        # State that the call itself writes must also survive a step that is skipped.
+        old: Any = {**weights, **carried}
+        values = {name: jnp.where(finite, value, old[name]) for name, value in changed.items()}
+        written = {name: value for name, value in values.items() if name not in carried}
         if written and self.separate:
-            given, apart = f"a call that writes the parameter {next(iter(written))}", "which keep float32 weights apart"
-            accepted = f"none with memory.zero, memory.offload, memory.precision or prune.density, {apart}"
-            raise UserError("model", given, accepted)
-        state = {name: kept.get(name, value) for name, value in carried.items()}
-        return MeasuredStep(grads, metrics, factor, finite, after, state, written)
+            fault, reason = (
+                f"a call that writes the parameter {next(iter(written))}",
+                "which keep float32 weights apart",
+            )
+            accepted = f"none with memory.zero, memory.offload, memory.precision or prune.density, {reason}"
+            raise UserError("model", fault, accepted)
+        state = {name: values.get(name, value) for name, value in carried.items()}
+        return MeasuredStep(grads, metrics, factor, finite, new_scale, state, written)
 
     @property
     def update(self) -> DeviceOptimizer:
-        """The optimizer's part."""
+        """The optimizer's part of the step."""
         program = self.program
         shapes, specs = program.state_shapes, program.parts.specs
         layouts = ({name: specs[name] for name in shapes}, program.grad_specs)
@@ -114,34 +119,38 @@ class TrainStep:
         return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, program.precisions, bucket, forms)
 
     def first_scale(self) -> Scale:
-        """The count of skipped steps that a run starts with, and the loss scale."""
+        """Return the initial loss scale and count of skipped steps."""
         return on_mesh(first_scale(scaled=self.program.precisions.scaled), self.program.grid.mesh)
 
     def jitted(self) -> Any:
-        """Return the step under `jax.jit`, with the state donated and its layout kept."""
+        """Return the step under `jax.jit`, with the state donated."""
+        # Fix the output layouts: a state that came back in another one would compile the next step again.
         shardings = (jax.tree.map(lambda s: s.sharding, self.abstract()), self.scalar)
         options = self.compiler_options()
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def compiler_options(self) -> dict[str, Any] | None:
-        """XLA's options of the step, as far as this XLA has them."""
-        return known_options(self._wanted_options) or None
+        """Return the step's XLA options that this XLA supports."""
+        return known_options(self._requested_options) or None
 
     def missing_options(self) -> list[str]:
-        """Options of the step that XLA does not have."""
-        return sorted(self._wanted_options.keys() - (self.compiler_options() or {}).keys())
+        """Return the names of the step's options that this XLA does not support."""
+        return sorted(self._requested_options.keys() - (self.compiler_options() or {}).keys())
 
     @property
-    def _wanted_options(self) -> dict[str, Any]:
+    def _requested_options(self) -> dict[str, Any]:
         platform = self.program.grid.mesh.devices.flat[0].platform
         return step_options(platform, self.program.ordered)
 
     def compiled(
         self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
     ) -> jax.stages.Compiled:
-        """The step compiled for the program's parameters and [microbatches, sequences, seq + 1] tokens.
+        """Compile the step for the program's parameters without allocating any array.
 
-        Parameters may be shapes alone; no array is made. `key` is one, or its shape, where the model has dropout.
+        Args:
+            tokens: Shape [microbatches, sequences, seq + 1] of a batch.
+            key: Key or abstract key, if the model has dropout.
+            compiler_options: Further options for XLA.
         """
         program, mesh = self.program, self.program.grid.mesh
         batch, parts = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=program.batch_sharding()), program.parts
@@ -149,11 +158,11 @@ class TrainStep:
         for name, p in parts.frozen.items():
             dtype = p.dtype if name in parts.roles else program.precisions.compute
             frozen[name] = jax.ShapeDtypeStruct(p.shape, dtype, sharding=NamedSharding(mesh, parts.specs[name]))
-        given = (batch, key, frozen) if frozen else (batch, key)
-        return self.jitted().lower(self.abstract(), *given).compile(compiler_options)
+        arguments = (batch, key, frozen) if frozen else (batch, key)
+        return self.jitted().lower(self.abstract(), *arguments).compile(compiler_options)
 
     def abstract(self) -> TrainState:
-        """Shapes and layouts of the state."""
+        """Return the abstract state, with layouts."""
         scale = first_scale(scaled=self.program.precisions.scaled)
         scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
         carried = {
@@ -164,7 +173,7 @@ class TrainStep:
 
     @property
     def scalar(self) -> NamedSharding:
-        """The layout of a number."""
+        """Sharding of a scalar."""
         return NamedSharding(self.program.grid.mesh, P())
 
 
@@ -172,18 +181,18 @@ class MeasuredStep(NamedTuple):
     """Results of a step before its update."""
 
     grads: Params
-    """Gradients, times the loss scale."""
+    """Gradients, multiplied by the loss scale."""
     metrics: StepMetrics
     factor: Any
-    """Factor on the gradients in the update: clipping, and one over the loss scale; None for 1."""
+    """Factor on the gradients in the update: clipping divided by the loss scale; None for 1."""
     finite: jax.Array
     """True if the loss and all gradients are finite."""
     scale: Scale
     """Loss scale of the next step."""
     carried: Params
-    """The model's state that is not trained, after the step."""
+    """Model state that is no parameter, after the step."""
     written: Params = {}  # noqa: RUF012
-    """Parameters that calls have written, before the update."""
+    """Parameters that the model's call has written, before the update."""
 
 
 def abstract(
@@ -194,17 +203,16 @@ def abstract(
     lora: LoraConfig = LoraConfig(),  # noqa: B008
     **options: Any,
 ) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
-    """Return a transformer of shapes alone, made with `options`, and the arguments of `TrainStep.compiled` for its
-    batch.
+    """Return an abstract transformer, built with `options`, and the arguments of `TrainStep.compiled` for its batch.
 
-    Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
+    Raises ``UserError`` if the model or its `sequences` per step do not divide over the grid.
     """
 
-    def make() -> Transformer:
+    def build() -> Transformer:
         model = fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), **options), grid.shape)
         return with_adapters(model, lora, 0) if lora.adapts else model
 
-    model = nnx.eval_shape(make)
+    model = nnx.eval_shape(build)
     model.check_grid(grid.shape)
     grid.shape.check_batch(sequences, microbatches)
     key = jax.eval_shape(lambda: key_of(0)) if shape.dropout > 0.0 else None
@@ -212,9 +220,9 @@ def abstract(
 
 
 def masters(memory: MemoryConfig, grid: Grid, *, apart: bool = False) -> tuple[bool, bool, Precisions]:
-    """True if masters and optimizer state are split over replicas, True if they lie in host memory, and all dtypes.
+    """Return whether optimizer state is split over replicas, whether it is in host memory, and the dtypes of the run.
 
-    `apart` is True if masters are not the weights in any case.
+    With `apart`, masters are separate from the weights in any case.
     """
     zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
     return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or apart)
@@ -230,18 +238,17 @@ def build_step(
     tensor: TensorConfig,
     forms: PrunedLayout | None = None,
 ) -> tuple[Stack, StageProgram, TrainStep]:
-    """Return the form of a split model's parameters in a step, its gradients' program, and the step; makes no array.
+    """Return the stacking of a model's layers, the program of its gradients, and the step, without allocating arrays.
 
-    Of parameters in another form, by their layers' own names in `forms`, the values alone are trained.
-
-    Raises ``UserError`` where layers cannot be scanned as `tensor` says.
+    Only the values of pruned parameters (`forms`) are trained, and `optimizer` is for parameters under per-layer names.
+    Raises ``UserError`` if layers cannot be scanned as `tensor` demands.
     """
     checked = check_model(model)
     if counts := checked.counts(parts.loads):
         optimizer = counts.optimizer(optimizer)
-    # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
-    few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
-    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
+    # The reduction over replicas only overlaps with unrolled layers, and unrolling many just for that does not pay.
+    unrolled = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
+    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and unrolled)
     auto = communicates and overlaps_collectives(jax.default_backend())
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
     zero, offloads, dtypes = masters(memory, grid, apart=forms is not None)
@@ -277,11 +284,11 @@ def compile_abstract(
     lora: LoraConfig = LoraConfig(),  # noqa: B008
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
-    """Return the compiled step of a `Trainer` with these settings and `sequences` a step, without making any array.
+    """Return the compiled step of a `Trainer` with these settings and `sequences` per step, without allocating arrays.
 
-    So a step for hundreds of virtual devices can be compiled on one machine. Options whose default depends on the
-    backend (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) must be given where the grid's
-    devices are of another one. Raises ``UserError`` where model or batch do not divide over the grid.
+    This compiles a step for hundreds of virtual devices on one machine. Options whose default depends on the backend
+    (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) must be set if the grid's devices belong to
+    another backend. Raises ``UserError`` if model or batch do not divide over the grid.
     """
     model, batch = abstract(shape, grid, sequences, microbatches, lora, attention=attention, comm=comm, moe=moe)
     _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
