@@ -1,1 +1,1 @@
-"""Precision, activations and buckets."""
+"""Memory of training: precision, recomputation, gradient buckets, ZeRO and offload."""

@@ -86,6 +86,7 @@ def state_bytes(
     for path, leaf in tree_leaves_with_path(jax.eval_shape(optimizer.init, abstract)):
         name = owner(path, abstract)
         if name is not None:
+            # A factored moment does not have its parameter's shape and is replicated (`state_layout`).
             elements = state_elements[name] if leaf.shape == abstract[name].shape else leaf.size
             moments += leaf.dtype.itemsize * elements
     return StateBytes(

@@ -1,1 +1,1 @@
-"""State of a model's parameters on one mesh: weights, masters and optimizer state, in any form and place."""
+"""State of a model's parameters on one mesh: weights, master weights and optimizer state."""

@@ -171,8 +171,10 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
         if checkpoint.averaged != any(name.startswith(AVERAGE) for name in engine.state_shapes()):
             accepted = f"a checkpoint of a run with{'out' * checkpoint.averaged} train.ema, as this one"
             raise UserError(field, str(checkpoint.path), accepted)
+        # Prune before comparing names and shapes, since the masks are part of a pruned engine's state.
         prune_for(engine, stored)
 
+    # Loss scale and masks may be missing: runs of another precision, or dense ones, do not have them.
     def should_load(name: str) -> bool:
         return name.startswith(only) and (name in stored or not name.startswith((SCALE, MASKS)))
 

@@ -37,6 +37,7 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise UserError("batch", ids.shape, accepted)
     bounds, extremes = np.iinfo(np.int32), (ids.min(initial=0), ids.max(initial=0))
+    # A cast to int32 would wrap silently.
     for extreme in extremes:
         if not bounds.min <= extreme <= bounds.max:
             raise UserError("batch", f"{type(batch).__name__} with {extreme}", accepted)
@@ -75,6 +76,7 @@ class Batches(ABC):
 
         Raises ``UserError`` if the batch does not divide.
         """
+        # Cached: the index map is the same for every batch of this size.
         if global_batch not in self._local:
             numbers, layout = self.numbers(global_batch)
             indices = layout.addressable_devices_indices_map(numbers.shape).values()  # None for other processes
@@ -96,6 +98,7 @@ class Batches(ABC):
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             shard_numbers = numbers[index[: numbers.ndim]]
+            # `rows` only has this process's rows, in ascending order: translate global indices to positions in it.
             local_rows = np.searchsorted(self.local(global_batch), shard_numbers.ravel())
             return rows[local_rows].reshape(*shard_numbers.shape, *rows.shape[1:])  # type: ignore[no-any-return]
 
@@ -139,6 +142,7 @@ class TokenBatches(Batches):
     def read(self, batch: Any, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return token ids [sequences, seq + 1] as NumPy array; raises ``UserError`` for anything else."""
         ids = token_ids_of(batch)
+        # Only a single process sees the full batch; with several, the targets may be in another one's rows.
         if counts and self.grid.size == 1 and len(ids) and not counted_targets(ids, packed=self._packed).any():
             rows = "packed rows" if self._packed else "rows of ids from 0"
             raise UserError("batch", ids.shape, f"{rows} with at least one target that counts")

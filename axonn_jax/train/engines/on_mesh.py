@@ -76,6 +76,7 @@ class OnMesh(ABC):
     @property
     def grad_specs(self) -> Specs:
         """Layouts of gradients, masters and optimizer state: the parameters', or with ZeRO also split over `data`."""
+        # Split by the shapes of the state: of a pruned parameter, the values are split and not the dense array.
         if self.zero:
             return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
         return {name: self.parts.specs[name] for name in self.parts.trained}

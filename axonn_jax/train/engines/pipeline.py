@@ -141,13 +141,13 @@ class PipelineEngine:
         for name, pp_ranks in self._states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
             received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
-            # Pop each, so that its memory is freed once it is added.
-            for pp_rank in list(received):
+            for pp_rank in list(received):  # pop each, so that its memory is freed once it is added
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
         measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
         losses, totals = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
+            # A stage without counts reports -inf, which the maximum below ignores.
             totals[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
         status.now(running="the agreement on loss and norm")
         squares, means, counts = zip(*sync.gathered(totals), strict=True)
@@ -210,7 +210,7 @@ class PipelineEngine:
 
     def write_timeline(self, directory: Path) -> list[Path]:
         """Write timeline.json and timeline.png of the last steps; every process of the run must call it."""
-        first_of_stage = self.grid.rank % self.grid.stage_processes == 0
+        first_of_stage = self.grid.rank % self.grid.stage_processes == 0  # a stage's processes run the same tasks
         spans = collect(self._links.recorder, self._links.pipe) if first_of_stage else []
         if self.grid.rank or not spans:
             return []
@@ -222,7 +222,6 @@ class PipelineEngine:
         self._links.status.now(running=text)
 
     def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
-        """Return the pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
         rows, width = self.batches.global_rows(batch) // self.batches.microbatches, batch.shape[1]
         if self._half_done:
             self._recover()
@@ -258,7 +257,6 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _started(self, batch: np.ndarray) -> Iterator[tuple[build.CompiledPipeline, list[np.ndarray]]]:
-        """Prepare a step; an exception in the body, such as Ctrl-C, leaves the engine marked as half done."""
         prepared = self._prepare(batch)
         self._half_done = "tasks"
         try:
@@ -276,6 +274,7 @@ class PipelineEngine:
             half = "while other processes went on" if self._half_done == "tasks" else "while updating the weights"
             fault = f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}"
             raise RuntimeError(f"{fault}; create a new Trainer in every process and load a checkpoint")
+        # Alone in the run and before the update: the weights are unchanged, and no peer waits for messages.
         for pipe in self._pipes.values():
             pipe.close()
             pipe.open()

@@ -117,6 +117,7 @@ class StepPrograms(ParamPlan):
         self, state: TrainState, batch: Any, key: jax.Array | None, frozen: Params
     ) -> Callable[[], tuple[TrainState, StepMetrics]]:
         """Return the compiled step of a batch as a call that donates `state`; waits for room for its temporaries."""
+        # Return a call instead of running it: the engine runs it in the statement that replaces the donated state.
         compiled = self.compiled(state, batch, key, frozen)
         if self._offloaded is not None:
             return partial(self._offloaded.run, compiled, state, batch, key, frozen)
@@ -125,6 +126,7 @@ class StepPrograms(ParamPlan):
 
     def bounded(self, metrics: StepMetrics) -> StepMetrics:
         """Return a dispatched step's metrics, once the step two before it has ended."""
+        # An unbounded lead of the host keeps batches in memory, and XLA's CPU client can hang with over 32 programs.
         self._last = metrics
         return self._in_flight(metrics)  # type: ignore[no-any-return]
 

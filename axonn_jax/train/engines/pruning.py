@@ -39,6 +39,7 @@ class Pruning:
         """Step after which the run was pruned; 0 if it was not, or if it started pruned."""
         self._took = 0.0
         self._lines: deque[str] = deque(maxlen=_LINES)
+        # Ask all processes: a file missing on one node must fail everywhere instead of leaving collectives waiting.
         files = set(self._sync.gather("there" if Path(config.mask_file).is_file() else "") if config.mask_file else [])
         if len(files) > 1:
             raise UserError("prune.mask_file", config.mask_file, "a file that every process of the run can read")
@@ -178,7 +179,7 @@ class MaskCounts:
 
 
 def kept_of(engine: Engine, sync: HostSync, density: float) -> MaskCounts:
-    """Count the entries that the masks of all processes keep, and the kernels at `density`; all zero for a dense engine.
+    """Count the entries that the masks of all processes keep, and the kernels at `density`; zero for a dense engine.
 
     Messages: five numbers from each process.
     """

@@ -99,12 +99,9 @@ class TrainStep:
         values = {name: jnp.where(finite, value, old[name]) for name, value in changed.items()}
         written = {name: value for name, value in values.items() if name not in carried}
         if written and self.separate:
-            fault, reason = (
-                f"a call that writes the parameter {next(iter(written))}",
-                "which keep float32 weights apart",
-            )
-            accepted = f"none with memory.zero, memory.offload, memory.precision or prune.density, {reason}"
-            raise UserError("model", fault, accepted)
+            settings = "memory.zero, memory.offload, memory.precision or prune.density"
+            accepted = f"none with {settings}, which keep float32 weights apart"
+            raise UserError("model", f"a call that writes the parameter {next(iter(written))}", accepted)
         state = {name: values.get(name, value) for name, value in carried.items()}
         return MeasuredStep(grads, metrics, factor, finite, new_scale, state, written)
 
@@ -124,7 +121,7 @@ class TrainStep:
 
     def jitted(self) -> Any:
         """Return the step under `jax.jit`, with the state donated."""
-        # Fix the output layouts: a state that came back in another one would compile the next step again.
+        # Fix the output layouts: donation reuses the state's buffers, and the same program must take the next state.
         shardings = (jax.tree.map(lambda s: s.sharding, self.abstract()), self.scalar)
         options = self.compiler_options()
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
@@ -252,6 +249,7 @@ def build_step(
     auto = communicates and overlaps_collectives(jax.default_backend())
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
     zero, offloads, dtypes = masters(memory, grid, apart=forms is not None)
+    # Buckets of offloaded state take parameters one by one, so layers cannot be stacked.
     scan: ScanLayers = "no" if offloads else tensor.scan_layers
     stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
     program = StageProgram(
