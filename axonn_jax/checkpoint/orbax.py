@@ -77,7 +77,7 @@ class OrbaxWriter:
         )
         self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
-    def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
+    def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda text: None) -> None:
         """Copy the arrays to the host and begin to write them below `folder`; raise any failure to copy.
 
         Empties `state`, so that arrays without other references are freed one by one. `progress` is called with a line

@@ -128,7 +128,7 @@ class Saver:
         step: int,
         state: State,
         run: Mapping[str, Any],
-        progress: Callable[[str], None] = lambda what: None,
+        progress: Callable[[str], None] = lambda text: None,
         *,
         loss: float = math.inf,
     ) -> None:

@@ -148,7 +148,7 @@ def _layer_slice(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) 
 
 def joined(tree: Any) -> Any:
     """Return a tree with every `LazyArray` assembled."""
-    return jax.tree.map(lambda leaf: leaf.joined() if hasattr(leaf, "joined") else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, LazyArray) else leaf, tree)
 
 
 def on_device(leaf: Any) -> jax.Array:

@@ -50,7 +50,7 @@ class OffloadedOptimizer:
         *,
         resident: int | None = 0,
         shared: Collection[str] = (),
-        progress: Callable[[str], None] = lambda what: None,
+        progress: Callable[[str], None] = lambda text: None,
     ):
         optimizer, mesh, precisions = on_devices.optimizer, on_devices.mesh, on_devices.precisions
         shapes, specs, state_specs = on_devices.shapes, on_devices.specs, on_devices.state_specs
