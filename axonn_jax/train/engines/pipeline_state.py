@@ -104,9 +104,8 @@ class PipelineState:
         """Float32 and frozen weights by name; of a parameter at both ends of the pipe, the first rank's copy."""
         # Descending, so that the first rank's copy overwrites the last rank's.
         by_rank = sorted(self.stores.items(), reverse=True)
-        return {
-            name: joined(p) for _, store in by_rank for name, p in {**store.masters, **store.frozen.per_layer}.items()
-        }
+        weights = ({**store.masters, **store.frozen.per_layer} for _, store in by_rank)
+        return {name: joined(p) for params in weights for name, p in params.items()}
 
     @property
     def opt_state(self) -> dict[int, Any]:
