@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 ALLOWED = {
     "lines": 54_500,
     "lines of tests": 41_800,
-    "lines of scripts": 15_100,
+    "lines of scripts": 16_200,
     "files": 345,
     "files in the root": 11,
     "folders over 12 files": 0,
@@ -28,7 +28,7 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 21_500,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 21_600,  # a new capability brings a page of at most 600, its results and its words in the glossary
 }
 
 
