@@ -1,4 +1,4 @@
-"""Command lines as dataclasses: values, one-line errors and help, all from fields and the texts below."""
+"""Command-line parser built from dataclasses: fields become flags, and their docstrings become help."""
 
 import inspect
 import os
@@ -16,35 +16,36 @@ from axonn_jax.terminal import columns, wrapped
 
 T = TypeVar("T")
 
-_NOUNS: Mapping[Any, tuple[str, str]] = {  # in help, in errors
+# Per type: the placeholder in help, and the noun in error messages.
+_NOUNS: Mapping[Any, tuple[str, str]] = {
     int: ("INT", "an integer"),
     float: ("FLOAT", "a number"),
     str: ("STR", "a text"),
     Path: ("PATH", "a path"),
     bool: ("{true,false}", "true or false"),
 }
-_INDENT = 24  # column at which the texts of flags begin
+_INDENT = 24  # column of the help texts; narrower terminals use a third of their width
 
 
 @dataclass(frozen=True)
 class Arg:
-    """Annotation of a field, beyond the type: ``Annotated[int | None, Arg(default="searched")]``."""
+    """Field annotation for what the type cannot say: ``Annotated[int | None, Arg(default="searched")]``."""
 
     default: str = ""
-    """Text of the default in help, if the field's own default says nothing."""
+    """Text of the default in help, for a default value such as None that explains nothing."""
     positional: str = ""
-    """Name of an argument without a flag, such as SOURCE."""
+    """Name of a positional argument, such as SOURCE."""
     short: str = ""
-    """Flag, if not `--` and the field's name."""
+    """Flag that replaces the one derived from the field's name."""
     least: int | None = None
     most: int | None = None
-    """Smallest and largest accepted number; None for no limit."""
+    """Bounds of an accepted number, both inclusive; None for no bound."""
     repeat: bool = False
-    """True for a repeatable flag of one value."""
-    rest: bool = False
-    """True if the argument takes the first word other than a flag, and all words behind."""
+    """True if the flag takes one value and may be repeated."""
+    takes_tail: bool = False
+    """True if the argument takes the first word that is not a flag, and every word after it."""
     settings: bool = False
-    """True if the argument takes all flags --TABLE.KEY that the command does not have, with their values."""
+    """True if the argument collects every unknown --TABLE.KEY flag, with its value."""
 
 
 Positive = Annotated[int, Arg(least=1)]
@@ -56,47 +57,48 @@ class Option:
     """One argument of a command line."""
 
     path: tuple[str, ...]
-    """Names of the fields down to the argument."""
+    """Field names from the outermost dataclass to the argument."""
     kind: Any
     """Type of one value."""
-    many: bool
+    multiple: bool
     default: Any
     """Default value; `MISSING` for a required argument."""
     doc: str
     group: str
-    """Help text of the dataclass with the argument, empty for the outermost."""
+    """Help text of the nested dataclass that holds the argument; empty for the outermost."""
     arg: Arg
 
     @property
     def flag(self) -> str:
-        """The flag, or the name of a positional argument."""
+        """Flag, or the name of a positional argument."""
         name = "TABLE.KEY" if self.arg.settings else ".".join(self.path).replace("_", "-")
         return self.arg.positional or self.arg.short or f"--{name}"
 
     @property
     def metavar(self) -> str:
-        """Placeholder of a value in help."""
+        """Placeholder of the value in help."""
         if get_origin(self.kind) is Literal:
             return "{" + ",".join(map(str, get_args(self.kind))) + "}"
         return _NOUNS.get(self.kind, ("KEY=VALUE,...", "a table"))[0]
 
     @property
     def accepted(self) -> str:
-        """Accepted values in an error message."""
+        """Description of the accepted values for error messages."""
         if get_origin(self.kind) is Literal:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         least = "" if self.arg.least is None else f" of at least {self.arg.least}"
         return _NOUNS[self.kind][1] + least + ("" if self.arg.most is None else f" and at most {self.arg.most:,}")
 
     def value(self, text: str) -> Any:
-        """Parse one value; raise ``UserError`` for another text."""
+        """Parse one value; raise ``UserError`` if the text is not accepted."""
         if get_origin(self.kind) is Literal:
             choices = {str(choice): choice for choice in get_args(self.kind)}
             if text in choices:
                 return choices[text]
             raise UserError(self.flag, text, self.accepted + nearest(text, choices))
         try:
-            if self.kind is str:  # bytes of UTF-8 on which an ASCII locale gave up
+            if self.kind is str:
+                # In an ASCII locale, Python decodes the UTF-8 bytes of argv to lone surrogates; decode them again.
                 text = text.encode(errors="surrogateescape").decode(errors="surrogateescape")
             value = {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
         except (ValueError, KeyError):
@@ -111,84 +113,84 @@ class Option:
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Return the arguments as an instance of a dataclass; `--help` prints help and raises ``SystemExit(0)``.
+    """Parse a command line into an instance of a dataclass.
 
-    A field `long_name` is the flag `--long-name value` or `--long-name=value`, a field of a dataclass in the field
-    `grid` is `--grid.x`, a boolean is `--name` or `--no-name`, a tuple takes the words up to the next flag.
+    A field `long_name` becomes the flag `--long-name value` or `--long-name=value`. Fields of a dataclass in the field
+    `grid` become `--grid.x`, booleans `--name` and `--no-name`, and tuples take all words up to the next flag.
 
     Raises:
-        UserError: a flag is unknown, or a value is missing or not of its type.
+        UserError: A flag is unknown, or a value is missing or not of its type.
+        SystemExit: `--help` has printed help; the status is 0.
     """
     options = list(_options(cls, False))
-    rest = next((option for option in options if option.arg.rest), None)
-    own = argv if rest is None else argv[: _first_word(options, argv)]
-    if any(word in ("-h", "--help") for word in own):
+    tail_option = next((option for option in options if option.arg.takes_tail), None)
+    flag_words = argv if tail_option is None else argv[: _first_word(options, argv)]
+    if any(word in ("-h", "--help") for word in flag_words):
         sys.stdout.write(help_text(cls, prog))
         raise SystemExit(0)
-    given = _given(options, own, prog)
-    if rest is not None:
-        given[rest.path] = tuple(argv[len(own) :])
-    if missing := [option for option in options if option.path not in given and option.default is MISSING]:
+    values = _parse_words(options, flag_words, prog)
+    if tail_option is not None:
+        values[tail_option.path] = tuple(argv[len(flag_words) :])
+    if missing := [option for option in options if option.path not in values and option.default is MISSING]:
         names = [option.flag if option.arg.positional else f"{option.flag} {option.metavar}" for option in missing]
         raise UserError(", ".join(names), NOT_GIVEN, f"required; see {prog} --help")
-    return _built(cls, {option.path: given.get(option.path, option.default) for option in options})
+    return _build(cls, {option.path: values.get(option.path, option.default) for option in options})
 
 
 def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:
-    """The index of the first word that is neither a flag nor a flag's value."""
-    takes = {option.flag for option in options if option.kind is not bool}
+    takes_value = {option.flag for option in options if option.kind is not bool}
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
-        at += 2 if argv[at] in takes else 1
+        at += 2 if argv[at] in takes_value else 1
     return min(at, len(argv))
 
 
-def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], Any]:
-    """The values on a command line, by path."""
-    positional = [option for option in options if option.arg.positional and not option.arg.rest]
-    named = [option for option in options if not option.arg.positional and not option.arg.settings]
-    flags = {option.flag.replace("_", "-"): option for option in named}
+def _parse_words(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], Any]:
+    positional = [option for option in options if option.arg.positional and not option.arg.takes_tail]
+    flagged = [option for option in options if not option.arg.positional and not option.arg.settings]
+    flags = {option.flag.replace("_", "-"): option for option in flagged}
     settings = next((option for option in options if option.arg.settings), None)
-    nested = {option.path[0] for option in named if len(option.path) > 1}
+    nested = {option.path[0] for option in flagged if len(option.path) > 1}
     switches_off = {f"--no-{name[2:]}": option for name, option in flags.items() if option.kind is bool}
-    given, words = dict[tuple[str, ...], Any](), list(reversed(argv))
+    values, words = dict[tuple[str, ...], Any](), list(reversed(argv))
     while words:
         if not _is_flag(word := words.pop()):
             if not positional:
                 raise UserError("argument", word, f"not taken by {prog}; see {prog} --help")
-            first = positional.pop(0)
-            given[first.path] = first.value(word)
+            argument = positional.pop(0)
+            values[argument.path] = argument.value(word)
         else:
             name, equals, text = word.partition("=")
             plain = name.replace("_", "-")
             option = flags.get(plain) or (None if equals else switches_off.get(plain))
             if option is None and settings and "." in name and name[2:].partition(".")[0] not in nested:
                 value = [words.pop()] if not equals and words and not words[-1].startswith("--") else []
-                given[settings.path] = (*given.get(settings.path, ()), word, *value)
+                values[settings.path] = (*values.get(settings.path, ()), word, *value)
                 continue
             if option is None:
                 following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
-                hint = nearest_or_all(name, [*(option.flag for option in named), "--help"])
+                hint = nearest_or_all(name, [*(option.flag for option in flagged), "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
+                # --memory.sequence_parallel is also a flag of `train`, where the value is the next word.
                 if not equals and "." in name and words and not (positional or _is_flag(words[-1])):
                     equals, text = "=", words.pop()
-                given[option.path] = option.value(text) if equals else plain in flags
-            elif option.many and not option.arg.repeat:
+                values[option.path] = option.value(text) if equals else plain in flags
+            elif option.multiple and not option.arg.repeat:
                 texts = [text] if equals else []
                 while words and not _is_flag(words[-1]):
                     texts.append(words.pop())
-                given[option.path] = tuple(map(option.value, texts))
+                values[option.path] = tuple(map(option.value, texts))
             else:
                 if not equals and (not words or words[-1].startswith("--")):
                     raise UserError(option.flag, NOT_GIVEN, option.accepted)
                 value = option.value(text if equals else words.pop())
-                given[option.path] = (*given.get(option.path, ()), value) if option.many else value
-    return given
+                values[option.path] = (*values.get(option.path, ()), value) if option.multiple else value
+    return values
 
 
 def _is_flag(word: str) -> bool:
-    """True if a word starts with a dash and is neither a dash alone nor a negative number."""
+    # A lone dash stands for standard input, and a negative number is a value.
     if not word.startswith("-") or word == "-":
         return False
     try:
@@ -198,21 +200,21 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _built(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
-    given, hints = dict[str, Any](), get_type_hints(cls)
+def _build(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
+    kwargs, hints = dict[str, Any](), get_type_hints(cls)
     for field in fields(cls):  # type: ignore[arg-type]
         if is_dataclass(kind := hints[field.name]):
             inner = {path[1:]: value for path, value in values.items() if path[0] == field.name}
-            given[field.name] = _built(kind, inner)  # type: ignore[arg-type]
+            kwargs[field.name] = _build(kind, inner)  # type: ignore[arg-type]
         else:
-            given[field.name] = values[(field.name,)]
-    return cls(**given)
+            kwargs[field.name] = values[(field.name,)]
+    return cls(**kwargs)
 
 
 def _options(
     cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: Any = MISSING
 ) -> Iterator[Option]:
-    """Yield the arguments of a dataclass, nested dataclasses last; with `texts` for help alone."""
+    # Docstrings are read from the source, which only help needs: `texts` is False while parsing.
     hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls) if texts else {}
     inner = []
     for field in fields(cls):
@@ -220,29 +222,31 @@ def _options(
         if get_origin(kind) is Annotated:
             kind, *notes = get_args(kind)
             arg = next((note for note in notes if isinstance(note, Arg)), arg)
-        own = default_of(field) if default is MISSING else getattr(default, field.name)
+        value_default = default_of(field) if default is MISSING else getattr(default, field.name)
         if is_dataclass(kind):
             text = f"{field.name}: {docs.get(field.name, '')}"
-            inner.append((kind, (*path, field.name), text, own))
+            inner.append((kind, (*path, field.name), text, value_default))
             continue
         if get_origin(kind) in (Union, UnionType):
             kinds = [option for option in get_args(kind) if option is not NoneType]
             kind = kinds[0] if len(kinds) == 1 else Literal[sum(map(get_args, kinds), ())]
-        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind  # of an optional value
-        many = get_origin(kind) is tuple
-        value_kind = get_args(kind)[0] if many else kind
-        yield Option((*path, field.name), value_kind, many, own, docs.get(field.name, ""), group, arg)
-    for kind, below, text, own in inner:
-        yield from _options(kind, texts, below, text, own)  # type: ignore[arg-type]
+        # `Positive | None` leaves an Annotated type after None is removed.
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        multiple = get_origin(kind) is tuple
+        value_kind = get_args(kind)[0] if multiple else kind
+        yield Option((*path, field.name), value_kind, multiple, value_default, docs.get(field.name, ""), group, arg)
+    # Nested dataclasses come last so that each forms one section of the help.
+    for kind, below, text, value_default in inner:
+        yield from _options(kind, texts, below, text, value_default)  # type: ignore[arg-type]
 
 
 def default_of(field: "Field[Any]") -> Any:
-    """Default value of a field; `MISSING` for a required one."""
+    """Return the default value of a field; `MISSING` if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False) -> str:
-    """The help of a command; with `keys`, flags are written as the keys of a TOML file are."""
+    """Return the help of a command; with `keys`, flags are spelled like the keys of a TOML file."""
     width = columns()
     indent = min(_INDENT, width // 3)
     options = list(_options(cls, True))
@@ -250,7 +254,7 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
     flags = [option for option in options if not option.arg.positional]
     needed = [option for option in flags if option.default is MISSING and not keys]
     words = ["[OPTIONS]", *(f"{option.flag} {option.metavar}" for option in needed)]
-    words += [f"{option.flag}{' ...' * option.arg.rest}" for option in positional]
+    words += [f"{option.flag}{' ...' * option.arg.takes_tail}" for option in positional]
     lines = [*wrapped(f"usage: {prog} {' '.join(words)}", width, "  "), ""]
     for paragraph in (description or inspect.getdoc(cls) or "").split("\n\n"):
         lines += [*wrapped(" ".join(paragraph.split()), width), ""]
@@ -266,14 +270,13 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
 
 
 def _entry(option: Option, width: int, indent: int, keys: bool) -> list[str]:
-    """Return the lines of one argument in help: the flag, and the text beside or below."""
     name = option.flag
     if keys:
         name = f"--{'.'.join(option.path)} {option.metavar}"
     elif option.kind is bool:
         name += f", --no-{name[2:]}" if option.default else ""
     elif not option.arg.positional:
-        name += f" {option.metavar}{' ...' if option.many and not option.arg.repeat else ''}"
+        name += f" {option.metavar}{' ...' if option.multiple and not option.arg.repeat else ''}"
     notes = _note(option, keys)
     text = f"{option.doc} ({notes})" if notes else option.doc
     body = wrapped(text, width - indent)
@@ -290,5 +293,5 @@ def _note(option: Option, keys: bool) -> str:
         return f"default: {option.arg.default}"
     if option.default in (None, "", (), {}) or (option.default is False and not keys):
         return ""
-    shown = " ".join(map(str, option.default)) if option.many else str(option.default)
+    shown = " ".join(map(str, option.default)) if option.multiple else str(option.default)
     return f"default: {shown.lower() if option.kind is bool else shown}"

@@ -1,4 +1,4 @@
-"""``axonn-jax calibrate``: measures this machine, for `plan` and `simulate`."""
+"""``axonn-jax calibrate``: benchmarks of this machine for `plan` and `simulate`."""
 
 import json
 import os
@@ -68,10 +68,10 @@ class Calibrate:
 
 
 def run(args: Calibrate) -> int:
-    """Measure, write the file and print the figures.
+    """Measure this machine, write the machine file and print the figures.
 
     Raises:
-        UserError: a flag is wrong, or the devices are not as many as said.
+        UserError: A flag is wrong, or the number of devices is not the requested one.
     """
     out = args.out.absolute()
     if out.suffix != ".toml" or out.is_dir() or not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
@@ -82,7 +82,7 @@ def run(args: Calibrate) -> int:
         world, grid = start(GridShape(data=args.devices or _devices()))
         figures, machine = _measure(grid.mesh, world.size, args)
     text = dumps_machine(machine)
-    loads_machine(text, args.out.stem)  # checks that the text can be read
+    loads_machine(text, args.out.stem)  # fail here rather than in the next `plan`
     if world.rank == 0:
         try:
             replace_whole(args.out, text.encode())
@@ -94,9 +94,9 @@ def run(args: Calibrate) -> int:
 
 
 def _devices() -> int:
-    """Return the number of devices of one process."""
     from axonn_jax import compat
 
+    # Ask jax only if it would find an accelerator: its number of CPU devices is fixed once it has started.
     if compat.accelerator_expected():
         import jax
 
@@ -114,64 +114,67 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     from axonn_jax.cli.calibrate import device as on_device
     from axonn_jax.cli.calibrate import links
 
-    def say(what: str) -> None:
+    def say(phase: str) -> None:
         if jax.process_index() == 0:
-            print(f"measuring {what}", file=sys.stderr, flush=True)
+            print(f"measuring {phase}", file=sys.stderr, flush=True)
 
-    everywhere = list(mesh.devices.flat)
-    device = everywhere[0]
+    all_devices = list(mesh.devices.flat)
+    device = all_devices[0]
     cpu, rounds = computes_on_cores(device.platform), args.rounds
-    together = Mesh(np.asarray(everywhere), ("all",))
-    alone = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
+    full_mesh = Mesh(np.asarray(all_devices), ("all",))
+    single_mesh = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
     dtypes = {"fp32": jnp.float32} if cpu else {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
     dtype, sizes = "fp32" if cpu else "bf16", _CPU_SIZES if cpu else _SIZES
     say("matmuls")
-    matmuls = {name: on_device.matmul_rates(together, kind, sizes, rounds) for name, kind in dtypes.items()}
+    matmuls = {name: on_device.matmul_rates(full_mesh, kind, sizes, rounds) for name, kind in dtypes.items()}
     peak = max(matmuls[dtype].values())
-    lone = 0.0
-    if jax.process_index() == 0 and len(everywhere) > 1:  # while the others wait
-        lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
-    slower = max(1.0, on_device.largest(lone, together) / matmuls[dtype][sizes[-1]])
+    lone_rate = 0.0
+    # The first device works while all others wait: CPU devices share cores, and a lone one is faster.
+    if jax.process_index() == 0 and len(all_devices) > 1:
+        lone_rate = on_device.lone_matmul_rate(single_mesh, dtypes[dtype], sizes[-1], rounds)
+    slower = max(1.0, on_device.largest(lone_rate, full_mesh) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq_len)
-    asked = compat.attention_device(device, alone=True)
+    attention_on = compat.attention_device(device, alone=True)
     figures = {
         "device": device.device_kind,
-        "devices": len(everywhere),
+        "devices": len(all_devices),
         "processes": processes,
         "matmul_flops_per_s": matmuls,
         "lone_over_all": slower,
         "attention_share": on_device.attention_share(
-            together, dtypes[dtype], peak, (1, args.seq_len, heads, args.head_dim), rounds
+            full_mesh, dtypes[dtype], peak, (1, args.seq_len, heads, args.head_dim), rounds
         ),
-        "attention_kernel": choose_form("auto", asked, dtypes[dtype].dtype.name, args.head_dim, args.seq_len).kernel,
-        "light_bytes_per_s": on_device.light_rate(together, _CPU_TOKENS if cpu else _TOKENS, rounds),
-        "update_bytes_per_s": on_device.update_rate(together, rounds),
-        "memory_bytes_per_s": on_device.memory_rate(together, rounds),
-        "launch_s": on_device.launch_seconds(together, rounds),
+        "attention_kernel": choose_form(
+            "auto", attention, dtypes[dtype].dtype.name, args.head_dim, args.seq_len
+        ).kernel,
+        "light_bytes_per_s": on_device.light_rate(full_mesh, _CPU_TOKENS if cpu else _TOKENS, rounds),
+        "update_bytes_per_s": on_device.update_rate(full_mesh, rounds),
+        "memory_bytes_per_s": on_device.memory_rate(full_mesh, rounds),
+        "launch_s": on_device.launch_seconds(full_mesh, rounds),
         "program_s": on_device.program_seconds(rounds),
         "host_bytes_per_s": on_device.host_rate(rounds),
     }
     collectives = []
-    for inner, size, arranged in links.group_meshes(everywhere):
+    for inner, size, mesh_of_groups in links.group_meshes(all_devices):
         say(f"collectives of {size}, {inner} inside")
         for kind in links.KINDS:
-            taken = links.collective_seconds(kind, arranged, _COLLECTIVES, rounds)
+            times = links.collective_seconds(kind, mesh_of_groups, _COLLECTIVES, rounds)
             collectives += [
                 {"kind": kind, "inner": inner, "size": size, "bytes": moved, "seconds": seconds}
-                for moved, seconds in taken.items()
+                for moved, seconds in times.items()
             ]
     say("messages")
     figures |= {
         "collectives": collectives,
-        "messages": _messages(everywhere, processes, rounds),
+        "messages": _messages(all_devices, processes, rounds),
         "versions": {"axonn_jax": __version__, "jax": jax.__version__},
     }
     return figures, _machine(figures, jax.local_devices()[0])
 
 
 def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Figures of messages by channel, for the default channel here; empty with one device."""
+    # Empty where no message can be sent: with one device, or several processes without MPI.
     from axonn_jax.channels.choice import choose
     from axonn_jax.cli.calibrate import links
 
@@ -184,7 +187,7 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
 
 
 def platform_of(device: Any) -> dict[str, Any]:
-    """Return a machine file's fields on a jax device, from which plans choose the kernel of attention."""
+    """Return the machine-file fields of a jax device from which plans choose the attention kernel."""
     from axonn_jax import compat
 
     attention = compat.attention_device(device, alone=False)
@@ -194,7 +197,7 @@ def platform_of(device: Any) -> dict[str, Any]:
 
 
 def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
-    """Return the machine file's fields; without pairs of devices a rate is a copy through memory."""
+    # Without a pair of devices to measure, a link is as fast as a copy through memory.
     slower, count = figures["lone_over_all"], figures["devices"]
     matmuls = figures["matmul_flops_per_s"]
     peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
@@ -202,7 +205,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     collectives = tuple(CollectiveTime(**entry) for entry in figures["collectives"])
     pairs = [entry for entry in collectives if entry.kind == "all-reduce" and entry.size == 2 and entry.inner == 1]
     rate, latency = figures["memory_bytes_per_s"] / 2, figures["launch_s"]
-    if pairs:  # of two, whose all-reduce sends its bytes once
+    if pairs:  # in a group of two, an all-reduce sends its bytes once
         rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
     pool = (device.memory_stats() or {}).get("bytes_limit", 0) / (fraction() if device.platform == "gpu" else 1)
     machine = Machine(
@@ -237,7 +240,8 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         matmuls=tuple(MatmulShare(size, rate / peaks[usual]) for size, rate in matmuls[usual].items()),
         collectives=collectives,
     )
-    if figures["attention_kernel"] != usual_kernel(machine):  # of heads that the usual form does not take
+    # The measured heads may have forced another kernel than plans assume, so the share would not apply.
+    if figures["attention_kernel"] != usual_kernel(machine):
         machine = replace(machine, device=replace(machine.device, attention=0.0))
     return machine
 

@@ -1,4 +1,4 @@
-"""Rates between devices: collectives by size and place, messages of pipeline channels."""
+"""Link benchmarks of calibrate: collectives by size and placement, and messages of pipeline channels."""
 
 import queue
 import time
@@ -22,11 +22,11 @@ from axonn_jax.planner.machines.machine import Measured
 KINDS: tuple[Measured, ...] = get_args(Measured)
 _AXES = ("outer", "group", "inner")
 Rate = dict[str, float]
-"""Seconds before a message's first byte, and bytes a second behind it."""
+"""Latency of a message (`latency_s`, seconds) and its bandwidth (`per_s`, bytes a second)."""
 
 
 def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
-    """Meshes for every (product of inner axes, size of a group): powers of two and the number of devices."""
+    """Return meshes with their inner product and group size: powers of two, and the number of devices."""
     count, meshes = len(devices), []
     sizes = [size for size in range(2, count + 1) if count % size == 0 and (size & (size - 1) == 0 or size == count)]
     for size in sizes:
@@ -38,14 +38,18 @@ def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
 
 
 def collective_seconds(kind: Measured, mesh: Mesh, elements: Sequence[int], rounds: int) -> dict[int, float]:
-    """Seconds of a collective over the axis `group` by bytes of the whole buffer.
+    """Return the seconds of a collective over the axis `group`, by the bytes of the full buffer.
 
-    `elements` are the numbers of float32 in a buffer, by kind. Collective over the mesh.
+    Args:
+        kind: Kind of collective.
+        mesh: Mesh from `group_meshes`; all of its processes must call.
+        elements: float32 elements of the full buffers, rounded up to a multiple of the group.
+        rounds: Timed repetitions.
     """
     size = mesh.shape["group"]
 
-    def body(held: Arrays) -> Arrays:
-        a = held[0]
+    def body(arrays: Arrays) -> Arrays:
+        a = arrays[0]
         if kind == "all-reduce":
             return (lax.psum(a, "group") / size,)
         if kind == "all-gather":
@@ -55,33 +59,44 @@ def collective_seconds(kind: Measured, mesh: Mesh, elements: Sequence[int], roun
 
     if jax.process_count() > 1:
         meet(mesh, ("group",))
-    taken = {}
+    times = {}
     for total in elements:
-        each = -(-total // size)
-        count = each if kind == "all-gather" else each * size
-        taken[4 * each * size] = together(repeated(body, [(count,)], jnp.float32, mesh), mesh, rounds)
-    return taken
+        shard = -(-total // size)
+        count = shard if kind == "all-gather" else shard * size
+        times[4 * shard * size] = together(repeated(body, [(count,)], jnp.float32, mesh), mesh, rounds)
+    return times
 
 
 def local_messages(devices: Sequence[Any], elements: Sequence[int], rounds: int) -> Rate:
-    """Messages between two devices of this process, of so many float32, smallest first."""
-    taken = []
+    """Return the rate of copies between two devices of this process.
+
+    Args:
+        devices: The first copies to the second.
+        elements: float32 elements of the messages, smallest first.
+        rounds: Timed repetitions.
+    """
+    times = []
     for count in elements:
         value = jax.device_put(np.ones(count, np.float32), devices[0])
-        taken.append(seconds(partial(jax.device_put, value, devices[1], may_alias=False), rounds))
-    return _rate(taken, 4.0 * elements[-1])
+        times.append(seconds(partial(jax.device_put, value, devices[1], may_alias=False), rounds))
+    return _rate(times, 4.0 * elements[-1])
 
 
 def mpi_messages(channel: str, elements: Sequence[int], rounds: int) -> Rate:
-    """Messages between neighbours through an MPI channel, of so many float32, smallest first; half round trips.
+    """Return the rate of messages between neighbouring ranks, half of a round trip; collective over all ranks.
 
-    Collective over all ranks, whose pairs send at once; all get rank 0's rate.
+    All pairs of ranks send at the same time, and every rank returns the rate of rank 0.
+
+    Args:
+        channel: Name of the MPI channel.
+        elements: float32 elements of the messages, smallest first.
+        rounds: Timed round trips.
     """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    me = world.Get_rank()
-    pair = world.Split(me // 2, me)
+    rank = world.Get_rank()
+    pair = world.Split(rank // 2, rank)
     rate = _round_trips(channel, pair, elements, rounds) if pair.Get_size() == 2 else None
     return world.bcast(rate)  # type: ignore[no-any-return]
 
@@ -91,37 +106,39 @@ def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) 
     from axonn_jax.channels.choice import open_channel
     from axonn_jax.schedule.tasks import Message
 
-    me, inbox = pair.Get_rank(), queue.SimpleQueue[Any]()
-    here = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("x",)), P())
-    forms = {
-        2 * place + me: jax.ShapeDtypeStruct((count,), jnp.float32, sharding=here)
+    rank, inbox = pair.Get_rank(), queue.SimpleQueue[Any]()
+    placement = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("x",)), P())
+    # Each message size has two stages of its own: the even one on rank 0 of the pair, the odd one on rank 1.
+    shapes = {
+        2 * place + rank: jax.ShapeDtypeStruct((count,), jnp.float32, sharding=placement)
         for place, count in enumerate(elements)
     }
-    opened = open_channel(channel, Ports(forms, 2 * len(elements)), pair)
-    opened.start(lambda message, value: inbox.put(value), inbox.put)
-    taken = []
+    link = open_channel(channel, Ports(shapes, 2 * len(elements)), pair)
+    link.start(lambda message, value: inbox.put(value), inbox.put)
+    times = []
     for place, count in enumerate(elements):
-        value = jax.device_put(np.ones(count, np.float32), here)
-        away = Message("forward" if me == 0 else "backward", 2 * place + 1 - me, 0)
+        value = jax.device_put(np.ones(count, np.float32), placement)
+        outgoing = Message("forward" if rank == 0 else "backward", 2 * place + 1 - rank, 0)
         trips = []
         for _ in range(rounds + 1):
             begin = time.perf_counter()
-            if me == 0:
-                opened.send(away, value)
-            got = inbox.get(timeout=60)
-            if isinstance(got, BaseException):
-                raise got
-            jax.block_until_ready(got)
-            if me == 1:
-                opened.send(away, value)
+            if rank == 0:
+                link.send(outgoing, value)
+            received = inbox.get(timeout=60)
+            if isinstance(received, BaseException):
+                raise received
+            jax.block_until_ready(received)
+            if rank == 1:
+                link.send(outgoing, value)
             trips.append((time.perf_counter() - begin) / 2)
-        taken.append(median(trips[1:]))
+        times.append(median(trips[1:]))  # the first trip is a warm-up
     pair.Barrier()
-    opened.flush(30)
-    opened.close()
-    return _rate(taken, 4.0 * elements[-1])
+    link.flush(30)
+    link.close()
+    return _rate(times, 4.0 * elements[-1])
 
 
-def _rate(taken: Sequence[float], sent: float) -> Rate:
-    """Return the rate: the smallest message's time is the latency, the largest message's further time the slope."""
-    return {"latency_s": taken[0], "per_s": sent / max(taken[-1] - taken[0], 0.1 * taken[-1])}
+def _rate(times: Sequence[float], largest_bytes: float) -> Rate:
+    # The smallest message gives the latency, and the time beyond it of the largest one the bandwidth. Noise can make
+    # that difference vanish, hence the lower bound.
+    return {"latency_s": times[0], "per_s": largest_bytes / max(times[-1] - times[0], 0.1 * times[-1])}

@@ -47,7 +47,7 @@ class Launch:
     nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, too soon for a save.)
     """
 
-    train: Annotated[tuple[str, ...], Arg(positional="TRAIN", rest=True)]
+    train: Annotated[tuple[str, ...], Arg(positional="TRAIN", takes_tail=True)]
     """The command line of training, such as `train CONFIG.toml --train.steps 100`; the word train may be left out."""
     processes: Annotated[int, Arg(short="-n", least=1)] = 1
     """Processes of the job; 1: without a launcher."""
