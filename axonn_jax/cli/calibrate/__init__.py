@@ -135,7 +135,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     slower = max(1.0, on_device.largest(lone_rate, full_mesh) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq_len)
-    attention_on = compat.attention_device(device, alone=True)
+    target = compat.attention_device(device, alone=True)
     figures = {
         "device": device.device_kind,
         "devices": len(all_devices),
@@ -145,9 +145,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
         "attention_share": on_device.attention_share(
             full_mesh, dtypes[dtype], peak, (1, args.seq_len, heads, args.head_dim), rounds
         ),
-        "attention_kernel": choose_form(
-            "auto", attention, dtypes[dtype].dtype.name, args.head_dim, args.seq_len
-        ).kernel,
+        "attention_kernel": choose_form("auto", target, dtypes[dtype].dtype.name, args.head_dim, args.seq_len).kernel,
         "light_bytes_per_s": on_device.light_rate(full_mesh, _CPU_TOKENS if cpu else _TOKENS, rounds),
         "update_bytes_per_s": on_device.update_rate(full_mesh, rounds),
         "memory_bytes_per_s": on_device.memory_rate(full_mesh, rounds),

@@ -211,7 +211,7 @@ def launch_seconds(mesh: Mesh, rounds: int) -> float:
 
 
 def program_seconds(rounds: int) -> float:
-    """Return the seconds of calling a nearly empty program on this process's first device, until its results are ready.
+    """Return the seconds to call a nearly empty program on this process's first device and wait for its results.
 
     The program takes and returns as many arrays as a pipeline stage has parameters.
     """
