@@ -1,4 +1,4 @@
-"""``axonn-jax simulate``: one step of a pipeline in virtual time, by the dispatchers of real steps."""
+"""``axonn-jax simulate``: one step of a pipeline in virtual time, run by the dispatchers of real steps."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from axonn_jax.adapters.config import step_flops
 from axonn_jax.cli.arguments import Arg
-from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, asked, chosen, command
+from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, candidate_fields, command, question_fields
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate
 from axonn_jax.planner.simulate.perturb import Perturbation
@@ -41,49 +41,50 @@ class Simulate(PlanFlags):
 
 
 def run(args: Simulate) -> int:
-    """Simulate and print the result; status 1 where a failure stops the step.
+    """Simulate a step and print the result; the exit status is 1 if a failure stops the step.
 
     Raises:
-        UserError: a flag is wrong, or no such step is legal.
+        UserError: A flag is wrong, or no grid is legal.
     """
     question = ask(args)
     limit = question.limit
     by = Perturbation(args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), seed=args.seed)
     with Ticker("comparing grids") as ticker:
 
-        def begin(what: str, tasks: int) -> Callable[[int], None]:
-            ticker.now(what, tasks)
+        def begin(phase: str, tasks: int) -> Callable[[int], None]:
+            ticker.now(phase, tasks)
             return ticker.done
 
         try:
             result = question.answer()
-        except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
+        except UserError:
+            # A step that does not fit can still be simulated, and its memory shown; `plan` decides what fits.
             result, limit = question.answer(limited=False), float("inf")
         estimate = result.in_order()[0]
-        done = step(result.prices, estimate.candidate, by, args.replicas, begin, drawn=args.png is not None)
-        others = list[Baseline]()
+        outcome = step(result.prices, estimate.candidate, by, args.replicas, begin, drawn=args.png is not None)
+        compared = list[Baseline]()
         if args.baselines:
-            others += baselines(result.prices, estimate.candidate, by, args.replicas, limit, question.space, begin)
+            compared += baselines(result.prices, estimate.candidate, by, args.replicas, limit, question.space, begin)
         if args.png is not None:
             from axonn_jax.timeline.picture import draw
 
             ticker.now("drawing")
             title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
-            left_out = done.slowest.left_out
-            title += f", {left_out:,} microbatches left out" if left_out else ""
+            skipped = outcome.slowest.left_out
+            title += f", {skipped:,} microbatches left out" if skipped else ""
             try:
-                draw(done.slowest.timeline(), args.png, title, simulated=True)
+                draw(outcome.slowest.timeline(), args.png, title, simulated=True)
             except (OSError, ValueError) as error:
                 accepted = f"the path of a .png file that can be written; {error}"
                 raise UserError("--png", str(args.png), accepted) from None
-    figures = _figures(args, question, estimate, done, others)
-    print(json.dumps(figures) if args.json else text(figures, done, others))
-    return 0 if done.slowest.finished else 1
+    figures = _figures(args, question, estimate, outcome, compared)
+    print(json.dumps(figures) if args.json else text(figures, outcome, compared))
+    return 0 if outcome.slowest.finished else 1
 
 
-def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
+def _pairs(flag: str, values: tuple[str, ...]) -> dict[int, float]:
     pairs = {}
-    for pair in given:
+    for pair in values:
         match = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", pair)
         if match is None:
             raise UserError(flag, pair, "RANK:AMOUNT, such as 3:1.5")
@@ -92,46 +93,50 @@ def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
 
 
 def _figures(
-    args: Simulate, question: Question, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
+    args: Simulate, question: Question, estimate: Estimate, outcome: SimulatedStep, compared: list[Baseline]
 ) -> dict[str, Any]:
-    simulation, candidate = done.slowest, estimate.candidate
-    request, limit, named = question.request, question.limit, question.named
+    simulation, candidate = outcome.slowest, estimate.candidate
+    request, limit, model = question.request, question.limit, question.named
     flops = step_flops(request.shape, request.lora, request.batch)
     flops_s = flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
-        **asked(args, request),
+        **question_fields(args, request),
         "grid": asdict(candidate.grid),
-        **chosen(request, candidate),
+        **candidate_fields(request, candidate),
         "policy": request.policy,
         "finished": simulation.finished,
-        "step_s": done.seconds,
+        "step_s": outcome.seconds,
         "pipeline_s": simulation.makespan,
-        "update_s": done.behind_s,
+        "update_s": outcome.behind_s,
         "no_bubble_s": max(simulation.busy),
         "idle": simulation.idle_fraction,
-        "mfu": flops_s / done.seconds if done.seconds else None,
+        "mfu": flops_s / outcome.seconds if outcome.seconds else None,
         "memory_bytes": estimate.memory.total,
         "memory_limit_bytes": limit,
         "fits": estimate.memory.total <= limit,
-        "replicas_s": done.replicas_s,
+        "replicas_s": outcome.replicas_s,
         "tasks": simulation.tasks,
         "left_out_microbatches": simulation.left_out,
         "ranks": [
             {"rank": rank, "busy_s": busy, "peak_live": simulation.peak_live[rank]}
             for rank, busy in enumerate(simulation.busy)
         ],
-        "baselines_s": {baseline.name: baseline.seconds for baseline in others},
-        "baselines_memory_bytes": {baseline.name: baseline.memory_bytes for baseline in others},
-        "command": command(named, request, candidate),
+        "baselines_s": {baseline.name: baseline.seconds for baseline in compared},
+        "baselines_memory_bytes": {baseline.name: baseline.memory_bytes for baseline in compared},
+        "command": command(model, request, candidate),
         **({"png": str(args.png)} if args.png is not None else {}),
     }
 
 
-def text(figures: dict[str, Any], done: SimulatedStep, others: list[Baseline]) -> str:
-    """Return the printed text of `axonn-jax simulate`."""
-    lines = [*_candidate_text(figures), "", *(_finished(figures) if figures["finished"] else [_stalled(done.slowest)])]
+def text(figures: dict[str, Any], outcome: SimulatedStep, compared: list[Baseline]) -> str:
+    """Return the output of `axonn-jax simulate`."""
+    lines = [
+        *_candidate_text(figures),
+        "",
+        *(_finished(figures) if figures["finished"] else [_stalled(outcome.slowest)]),
+    ]
     lines += [_memory(figures)]
-    lines += [f"{baseline.name:24} {_beside(figures, baseline)}" for baseline in others]
+    lines += [f"{baseline.name:24} {_baseline_text(figures, baseline)}" for baseline in compared]
     lines += [figures["png"]] if "png" in figures else []
     if figures["fits"]:
         lines += ["", "To run it (CONFIG.toml names the data):", f"  {figures['command']}"]
@@ -167,9 +172,9 @@ def _finished(figures: dict[str, Any]) -> list[str]:
             f"pipeline  {figures['pipeline_s']:,.4f} s, ranks idle {figures['idle']:.1%} of it; "
             f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
         ]
-    if left_out := figures["left_out_microbatches"]:
+    if skipped := figures["left_out_microbatches"]:
         lines.append(
-            f"          of its steady phase {_count(left_out, 'microbatch', 'microbatches')} "
+            f"          of its steady phase {_count(skipped, 'microbatch', 'microbatches')} "
             "were extrapolated, not simulated"
         )
     if len(spread := figures["replicas_s"]) > 1:
@@ -181,10 +186,11 @@ def _finished(figures: dict[str, Any]) -> list[str]:
 
 def _stalled(simulation: Simulation) -> str:
     pipe_shape = simulation.pipe_shape
-    each = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
+    # Schedules that split the backward pass have a third task, the weight gradients.
+    tasks_per_microbatch = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
     return (
         f"The step does not end: after {simulation.makespan:,.4f} s all ranks stall, with "
-        f"{simulation.tasks:,} of {each * pipe_shape.stages * pipe_shape.microbatches:,} tasks done. "
+        f"{simulation.tasks:,} of {tasks_per_microbatch * pipe_shape.stages * pipe_shape.microbatches:,} tasks done. "
         "The step is lost; a run resumes from its checkpoint."
     )
 
@@ -198,7 +204,7 @@ def _memory(figures: dict[str, Any]) -> str:
     return f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {peak}"
 
 
-def _beside(figures: dict[str, Any], baseline: Baseline) -> str:
+def _baseline_text(figures: dict[str, Any], baseline: Baseline) -> str:
     if baseline.seconds is None:
         return baseline.why
     ratio = (

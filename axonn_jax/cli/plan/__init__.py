@@ -1,10 +1,10 @@
-"""``axonn-jax plan``: which grid to use, before a node-hour is spent."""
+"""``axonn-jax plan``: search for the best grids of a model on a machine, without using the machine."""
 
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, asked, chosen, command
+from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, candidate_fields, command, question_fields
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
@@ -30,10 +30,10 @@ class Plan(PlanFlags):
 
 
 def run(args: Plan) -> int:
-    """Search and print the result.
+    """Search for the best grids and print them.
 
     Raises:
-        UserError: a flag is wrong, or nothing is legal or fits.
+        UserError: A flag is wrong, or no grid is legal or fits.
     """
     question = ask(args)
     with Ticker("comparing grids") as ticker:
@@ -50,10 +50,8 @@ def run(args: Plan) -> int:
 
 
 def _fewer(args: Plan, request: PlanRequest) -> list[PlanRequest]:
-    """The request on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth.
-
-    The batch is that of all devices, though one that no flag names would follow their number.
-    """
+    # Requests on a half, a quarter, ... of the devices, down to a sixteenth or until the flags no longer allow it. The
+    # batch stays that of all devices, for a strong-scaling curve; by default it would shrink with their number.
     requests, devices = [], args.devices
     while devices % 2 == 0 and devices > max(1, args.devices // 16):
         devices //= 2
@@ -68,7 +66,7 @@ def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
     candidate = estimate.candidate
     return {
         **asdict(candidate.grid),
-        **chosen(request, candidate),
+        **candidate_fields(request, candidate),
         "step_s": estimate.step_s,
         "mfu": estimate.peak_share(request),
         "hfu": estimate.peak_share(request, recompute=candidate.activations in ("full", "offload")),
@@ -87,7 +85,7 @@ def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
 def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, Any]:
     request = question.request
     return {
-        **asked(args, request),
+        **question_fields(args, request),
         "memory_limit_bytes": question.limit,
         "configs": [
             {
@@ -105,19 +103,17 @@ def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, 
 
 
 def _collectives(request: PlanRequest, estimate: Estimate) -> list[dict[str, Any]]:
-    """Collectives of a configuration's step, by phase."""
-    sent = sorted(step_collectives(request, estimate.candidate), key=lambda one: get_args(Phase).index(one.phase))
+    collectives = sorted(step_collectives(request, estimate.candidate), key=lambda op: get_args(Phase).index(op.phase))
     heads = ("phase", "kind", "axes", "layer", "times", "bytes")
-    rows = ((one.phase, one.kind, one.over, one.name, one.times, float(one.bytes)) for one in sent)
+    rows = ((op.phase, op.kind, op.over, op.name, op.times, float(op.bytes)) for op in collectives)
     return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
-    """Table of the collectives of a configuration's step."""
-    sent, grid = _collectives(request, estimate), estimate.candidate.grid
+    collectives, grid = _collectives(request, estimate), estimate.candidate.grid
     heads = ("phase", "collective", "axes", "layer", "times", "MB")
-    rows = [(*list(one.values())[:4], f"{one['times']:,}", f"{one['bytes'] / 1e6:,.3f}") for one in sent]
-    rows.append(("all", "", "", "", "", f"{sum(one['bytes'] for one in sent) / 1e6:,.3f}"))
+    rows = [(*list(op.values())[:4], f"{op['times']:,}", f"{op['bytes'] / 1e6:,.3f}") for op in collectives]
+    rows.append(("all", "", "", "", "", f"{sum(op['bytes'] for op in collectives) / 1e6:,.3f}"))
     stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
     zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]
     title = f"Collectives of the first, in MB sent by a device in a step{stages}:"
@@ -125,7 +121,7 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
 
 
 def text(args: Plan, question: Question, result: SearchResult) -> str:
-    """Return the printed text of `axonn-jax plan`: the best grids, the reasons, and the rejected ones."""
+    """Return the output of `axonn-jax plan`: the best grids, the reasons for the first, and the rejected ones."""
     request, shown = question.request, result.in_order()[: args.top]
     settings = [f"density {request.density:g}"] if request.density < 1.0 else []
     settings += [f"adapters of rank {request.lora.rank}"] if request.lora.adapts else []
@@ -169,11 +165,12 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
     if smaller:
         lines += ["", "With less memory than the first (no other configuration beats these in both time and memory):"]
         lines += [
-            f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_named(request, estimate)}"
+            f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_label(request, estimate)}"
             for estimate in smaller[:6]
         ]
     if result.rejected:
         lines += ["", "Left out:"]
+        # The list begins with single grids that do not fit, closest first; the counts of grids by rule follow.
         closest = [rejected for rejected in result.rejected if rejected.grid.startswith("pipe")][:3]
         rules = [rejected for rejected in result.rejected if not rejected.grid.startswith("pipe")]
         lines += [f"  {rejected.grid}: {rejected.why}" for rejected in (*closest, *rules)]
@@ -186,7 +183,7 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
 
 
 def _limited(request: PlanRequest, limit: float) -> str:
-    """Return a phrase on the memory limit, with its parts if no flag sets the limit."""
+    # Explains the limit unless a flag has set it.
     text, device = f"{limit / 1e9:.1f} GB a device", request.machine.device
     if limit != request.memory_limit():
         return text
@@ -194,7 +191,7 @@ def _limited(request: PlanRequest, limit: float) -> str:
     return f"{text} ({margin} of {device.memory_bytes / 1e9:.1f})"
 
 
-def _named(request: PlanRequest, estimate: Estimate) -> str:
+def _label(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
@@ -214,7 +211,7 @@ def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
         (
             *(str(getattr(estimate.candidate.grid, axis)) for axis in axes),
             f"{estimate.candidate.microbatches} x {estimate.candidate.sequences(request.batch)}",
-            *(str(chosen(request, estimate.candidate)[name]) for name in options),
+            *(str(candidate_fields(request, estimate.candidate)[name]) for name in options),
             f"{estimate.step_s:,.3f}",
             f"{estimate.peak_share(request):.1%}",
             f"{estimate.exposed_s:,.3f}",

@@ -1,4 +1,4 @@
-"""Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
+"""Flags of `plan` and `simulate`, and the planner question they describe."""
 
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -28,7 +28,7 @@ from axonn_jax.planner.space import SEARCHED, SearchSpace
 from axonn_jax.schedule.policies import ByArrival, policy_of
 
 SEQUENCES = 8
-"""Sequences a device of a step where no batch is given."""
+"""Default sequences per device of a step."""
 _OVERLAPS = tuple(f.name for f in fields(OverlapFlags))
 
 Count = Annotated[int, Arg(least=1, most=MOST_DEVICES)]
@@ -53,7 +53,7 @@ class Axes:
     """Shards of input features."""
 
     def fixed(self) -> dict[str, int]:
-        """Return the given axes."""
+        """Return the sizes of the axes that flags fix."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
 
@@ -105,7 +105,7 @@ class PlanFlags:
 
 
 class Question(NamedTuple):
-    """Question to the planner."""
+    """Planner question: a request, its devices, and the space to search."""
 
     request: PlanRequest
     devices: int
@@ -115,14 +115,15 @@ class Question(NamedTuple):
     named: NamedModel
 
     def answer(self, limited: bool = True) -> SearchResult:
-        """The search; `limited=False` takes no notice of the devices' memory.
+        """Return the result of the search; with `limited=False` regardless of the devices' memory.
 
         Raises:
-            UserError: no grid is legal, or nothing fits.
+            UserError: No grid is legal, or none fits.
         """
         try:
             return search(self.request, self.devices, self.space, self.limit if limited else float("inf"))
         except UserError as error:
+            # The search only says that nothing is left: name the flag at fault where no grid is legal at all.
             check_legal(self.request, self.devices, self.space)
             if not limited or self.limit >= self.request.memory_limit():
                 raise
@@ -131,10 +132,10 @@ class Question(NamedTuple):
 
 
 def ask(args: PlanFlags) -> Question:
-    """Return the question of the flags.
+    """Return the planner question that the flags describe.
 
     Raises:
-        UserError: a flag is wrong, or flags exclude each other.
+        UserError: A flag is wrong, or flags exclude each other.
     """
     machine = load_machine(args.machine, "--machine").shared(args.devices)
     model = named_model(args.model, args.settings)
@@ -148,8 +149,9 @@ def ask(args: PlanFlags) -> Question:
         accepted = "all_reduce or auto with --memory.sequence_parallel"
         raise UserError("--tensor.residual_comm", args.residual_comm, accepted)
     precision = machine.half if args.precision == "auto" else args.precision
-    machine.peak(precision)  # raises where the device does not have it
-    compute = config.memory.accumulate == "compute" and not config.lora.adapts  # adapters are float32
+    machine.peak(precision)  # raises if the device does not support it
+    # Adapters are trained in float32 whatever the precision of computation.
+    compute = config.memory.accumulate == "compute" and not config.lora.adapts
     request = PlanRequest(
         shape, machine, batch, precision, density=config.prune.density, moe=config.moe, lora=config.lora,
         switches=_switches(args.overlap), policy=args.policy, split=config.pipeline.split_backward,
@@ -168,8 +170,8 @@ def _space(args: PlanFlags) -> SearchSpace:
         accepted = "auto or forward where --grid.pipe or --pipeline.virtual_stages is above 1"
         raise UserError("--memory.reshard_after", args.reshard_after, accepted)
     if stages is not None and stages > 1:
-        rest = prod(size for axis, size in axes.items() if axis != "pipe")
-        if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
+        other_shards = prod(size for axis, size in axes.items() if axis != "pipe")
+        if axes.get("pipe") == 1 or ("pipe" not in axes and other_shards == args.devices):
             raise UserError(VIRTUAL, stages, "1 without a pipeline, which --grid.pipe above 1 makes")
         if refusal := policy_of(args.policy).one_stage:
             raise UserError(VIRTUAL, stages, f"1 with --pipeline.policy {args.policy} ({refusal})")
@@ -185,24 +187,19 @@ def _space(args: PlanFlags) -> SearchSpace:
 
 
 def _limit(text: str | None, request: PlanRequest) -> float:
-    """Return the usable bytes of device memory, by the flag or else by `PlanRequest.memory_limit`.
-
-    Raises ``UserError`` for another text than an amount, or more than a device has.
-    """
     if text is None:
         return request.memory_limit()
-    given = amount_of_bytes("--memory-limit", text, "an amount such as 36GB or 32GiB")
-    if given <= 0:
+    limit = amount_of_bytes("--memory-limit", text, "an amount such as 36GB or 32GiB")
+    if limit <= 0:
         raise UserError("--memory-limit", text, "an amount above 0, such as 36GB")
     device = request.machine.device
-    if given > device.memory_bytes:
+    if limit > device.memory_bytes:
         accepted = f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
         raise UserError("--memory-limit", text, accepted)
-    return float(given)
+    return float(limit)
 
 
 def _switches(text: str) -> OverlapFlags:
-    """Return the collectives that run beside matmuls: `all`, `none`, or names with commas."""
     if text in ("all", "none"):
         return OverlapFlags(**dict.fromkeys(_OVERLAPS, text == "all"))
     names = [name.strip() for name in text.split(",")]
@@ -212,36 +209,39 @@ def _switches(text: str) -> OverlapFlags:
     return OverlapFlags(**{name: name in names for name in _OVERLAPS})
 
 
-def command(named: NamedModel, request: PlanRequest, candidate: Candidate) -> str:
+def command(model: NamedModel, request: PlanRequest, candidate: Candidate) -> str:
     """Return the command that trains this candidate, except for the data in CONFIG.toml."""
     grid = candidate.grid
-    free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
-    words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {named.words}"]
-    own = named.config
-    words += [f"--grid.{a} {getattr(grid, a)}" for a in GRID_AXES if getattr(grid, a) != getattr(own.grid, a)]
-    words += [] if named.batched else [f"--train.global_batch {request.batch}"]
+    # By default mpirun binds each process to one core if there are two of them, and to a package otherwise.
+    unbound = "--bind-to none " if grid.devices == 2 else ""
+    words = [f"mpirun {unbound}-n {grid.devices}" if grid.devices > 1 else "", f"axonn-jax train {model.words}"]
+    base = model.config
+    # Say only what differs from the user's configuration, so that the command stays short.
+    words += [f"--grid.{a} {getattr(grid, a)}" for a in GRID_AXES if getattr(grid, a) != getattr(base.grid, a)]
+    words += [] if model.batched else [f"--train.global_batch {request.batch}"]
     words.append(f"--train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
     offload = "optimizer" if candidate.offload else "none"
     memory = {"reshard_after": candidate.reshard_after, "offload": offload, "zero": candidate.zero}
     memory |= {"sequence_parallel": str(request.sequence_split).lower()}
-    then = own.memory
-    words += [f"--memory.{key} {new}" for key, new in memory.items() if str(getattr(then, key)).lower() != str(new)]
+    words += [
+        f"--memory.{key} {new}" for key, new in memory.items() if str(getattr(base.memory, key)).lower() != str(new)
+    ]
     comm = request.residual_comm
-    words += [f"--tensor.residual_comm {comm}"] if comm != own.tensor.residual_comm else []
+    words += [f"--tensor.residual_comm {comm}"] if comm != base.tensor.residual_comm else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {request.policy}")
         arrival = isinstance(request.schedule(candidate), ByArrival)
-        unsplit = arrival and not request.split and own.pipeline.split_backward
+        unsplit = arrival and not request.split and base.pipeline.split_backward
         words += ["--pipeline.split_backward false"] if unsplit else []
-        words += ["--pipeline.split="] if own.pipeline.split else []
+        words += ["--pipeline.split="] if base.pipeline.split else []
         planned = {"virtual_stages": candidate.virtual_stages, "in_flight": candidate.in_flight}
-        words += [f"--pipeline.{key} {new}" for key, new in planned.items() if getattr(own.pipeline, key) != new]
+        words += [f"--pipeline.{key} {new}" for key, new in planned.items() if getattr(base.pipeline, key) != new]
     return " ".join(word for word in words if word)
 
 
-def asked(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
-    """Return the fixed part of a question, by name."""
+def question_fields(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
+    """Return the JSON fields of the question itself."""
     return {
         "model": args.model,
         "machine": args.machine,
@@ -256,8 +256,8 @@ def asked(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
-    """The options of a candidate beside its grid, by name."""
+def candidate_fields(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
+    """Return the JSON fields of a candidate, except for its grid."""
     return {
         "microbatch": candidate.sequences(request.batch),
         "microbatches": candidate.microbatches,
@@ -271,6 +271,6 @@ def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
 
 
 def in_flight(request: PlanRequest, candidate: Candidate) -> int:
-    """Return the message-driven policy's microbatches in flight; 0 under another policy."""
+    """Return the microbatches in flight under the message-driven policy; 0 under other policies."""
     policy = request.schedule(candidate)
     return policy.depth(candidate.pipeline) if isinstance(policy, ByArrival) and candidate.grid.pipe > 1 else 0

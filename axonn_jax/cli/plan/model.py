@@ -1,7 +1,4 @@
-"""The model and the batch that `plan` and `simulate` are asked about.
-
-A model is a published one, or that of a file or directory; a batch a number of tokens: 16777216, 16.8M, 4Mi or 512K.
-"""
+"""Model and batch of `plan` and `simulate`: a preset, a configuration or a directory, and a number of tokens."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -26,76 +23,80 @@ from axonn_jax.train.config_file import loads, read, split_argv
 from axonn_jax.train.rules import Chosen, check_rules
 
 CONFIG = "config.toml"
-"""File of a run directory."""
+"""Configuration file of a run directory."""
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
-_MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
-_CHOSEN = {
+_MAX_SEQUENCES = 2**31 - 1  # the limit of train.global_batch
+_PLANNED_SETTINGS = {
     "train.microbatches": "--microbatch fixes the sequences of one", "pipeline.in_flight": "memory decides it",
     "pipeline.split": "stages are balanced",
 }  # fmt: skip
-"""Settings that a plan chooses, with a hint."""
+"""Settings that a plan decides, with a hint for the error message."""
 
 
 class NamedModel(NamedTuple):
-    """A model, and the configuration of the step that trains it."""
+    """Model, and the configuration of the step that trains it."""
 
     shape: ModelShape
     words: str
     """Words of `axonn-jax train` that name the model and its settings."""
     config: Config
     batch: int | None
-    """Sequences a step; None where neither a configuration nor a flag says."""
+    """Sequences a step; None if neither a configuration nor a flag sets them."""
     packed: bool = False
-    """True if its data is packed rows."""
+    """True if the data are packed rows."""
     batched: bool = False
-    """True if the words say the sequences of a step."""
+    """True if the words set the sequences of a step."""
 
     def check(self, pipe: int = 1, offload: bool = False) -> None:
-        """Raise ``UserError`` where settings of the configuration are refused beside these choices, or each other."""
-        own = self.config
-        memory = replace(own.memory, offload="optimizer" if offload else "none", reshard_after="forward")
-        rest = (own.tensor, own.prune, own.lora, own.moe, own.train)
-        check_rules(Chosen(GridShape(pipe=pipe), memory, *rest, experts=self.shape.experts > 0))
+        """Raise ``UserError`` if settings of the configuration contradict these choices or each other."""
+        user_config = self.config
+        memory = replace(user_config.memory, offload="optimizer" if offload else "none", reshard_after="forward")
+        tables = (user_config.tensor, user_config.prune, user_config.lora, user_config.moe, user_config.train)
+        check_rules(Chosen(GridShape(pipe=pipe), memory, *tables, experts=self.shape.experts > 0))
 
     def takes(self, pipe: int = 1, offload: bool = False) -> bool:
-        """Return False where `check` raises."""
+        """Return False if `check` raises."""
         with suppress(UserError):
             self.check(pipe, offload)
             return True
         return False
 
     def within(self, space: SearchSpace) -> SearchSpace:
-        """Return the part of a search that the configuration's settings allow; raise ``UserError`` where none is."""
-        ways = [offload for offload in space.offload if self.takes(offload=offload)] or space.offload[:1]
-        pipes = space.virtual_stages[0] > 1  # one is asked for
-        self.check(space.axes.get("pipe", 2 if pipes else 1), ways[0])
-        alone = {} if self.takes(2, ways[0]) else {"pipe": 1}
-        return replace(space, axes={**alone, **space.axes}, offload=tuple(ways))
+        """Restrict a search to what the configuration allows; raise ``UserError`` if nothing remains."""
+        offloads = [offload for offload in space.offload if self.takes(offload=offload)] or space.offload[:1]
+        pipelined = space.virtual_stages[0] > 1  # more than one virtual stage requires a pipeline
+        self.check(space.axes.get("pipe", 2 if pipelined else 1), offloads[0])
+        # Settings that no pipeline supports restrict the search instead of refusing it.
+        stage_limit = {} if self.takes(2, offloads[0]) else {"pipe": 1}
+        return replace(space, axes={**stage_limit, **space.axes}, offload=tuple(offloads))
 
 
 def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
-    """Return the model of a preset's name, a configuration (.toml), a run directory or one in Hugging Face's layout.
+    """Return the model of a preset, a configuration (.toml), a run directory or a Hugging Face directory.
 
     Args:
         name: Name or path.
-        settings: Words of `axonn-jax train` that change the configuration, as `--lora.rank 16`.
+        settings: Words of `axonn-jax train` that change the configuration, such as `--lora.rank 16`.
 
     Raises:
-        UserError: there is no such model, a setting is wrong, or a plan chooses it.
+        UserError: There is no such model, or a setting is wrong or decided by the plan.
     """
     path, words, flags = Path(name), shlex.join(settings), split_argv(settings)[1]
     for key, value in flags:
-        if key in _CHOSEN:
-            raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {_CHOSEN[key]}")
-    said = {key for key, _ in flags}
+        if key in _PLANNED_SETTINGS:
+            raise UserError(f"--{key}", value, f"left out, as a plan chooses it: {_PLANNED_SETTINGS[key]}")
+    set_keys = {key for key, _ in flags}
     if path.is_dir() and is_pretrained(path):
         shape = shape_of(path, "--model")
+        # Sizes at their defaults would only lengthen the command.
         default = {f.name: f.default for f in fields(ModelShape)} | {"kv_heads": shape.heads, "ffn": 4 * shape.hidden}
-        own = {key: value for key, default in default.items() if (value := getattr(shape, key)) != default}
-        own |= {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "seq_len": shape.seq_len}
-        sizes = " ".join(f"--model.{key} {str(value).lower()}" for key, value in own.items())
-        config = loads("", [*split_argv(sizes.split())[1], *flags])
-        return _named(config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {sizes} {words}", name, said)
+        sizes = {key: value for key, default in default.items() if (value := getattr(shape, key)) != default}
+        sizes |= {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "seq_len": shape.seq_len}
+        size_words = " ".join(f"--model.{key} {str(value).lower()}" for key, value in sizes.items())
+        config = loads("", [*split_argv(size_words.split())[1], *flags])
+        return _from_config(
+            config, f"CONFIG.toml --checkpoint.weights {shlex.quote(name)} {size_words} {words}", name, set_keys
+        )
     if not path.is_dir() and not (path.suffix == ".toml" and path.exists()):
         if name not in preset_names():
             try:
@@ -103,43 +104,50 @@ def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
             except UserError as error:
                 kinds = "a configuration (.toml), the directory of a run or of a Hugging Face model"
                 raise UserError("--model", name, f"{kinds}, or {error.accepted}") from None
-        if other := dict(flags).get("model.preset"):
-            raise UserError("--model.preset", other, "left out, as --model names a preset")
+        if other_preset := dict(flags).get("model.preset"):
+            raise UserError("--model.preset", other_preset, "left out, as --model names a preset")
         config = loads("", [("model.preset", name), *flags])
-        return _named(config, f"CONFIG.toml --model.preset {name} {words}", name, said)
+        return _from_config(config, f"CONFIG.toml --model.preset {name} {words}", name, set_keys)
     file = path / CONFIG if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise UserError("--model", name, f"a directory with {CONFIG} (a run) or config.json (a Hugging Face model)")
-    return _named(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), said, own=True)
+    return _from_config(read(file, flags), f"{shlex.quote(str(file))} {words}", str(file), set_keys, use_batch=True)
 
 
-def _named(config: Config, words: str, source: str, said: Collection[str], own: bool = False) -> NamedModel:
-    """Return the model of a configuration, whose batch counts if it is `said` in the words, or the configuration its
-    `own`; data must be there if it is said."""
+def _from_config(
+    config: Config, words: str, source: str, set_keys: Collection[str], use_batch: bool = False
+) -> NamedModel:
     config.lora.check()
-    places = [Path(place) for place in (config.data.path, *config.data.mix) if place]
-    here = bool({"data.path", "data.mix"} & {*said})
-    known = [Manifest.load(place) for place in places if here or (place / MANIFEST).is_file()]
-    data, batched = known[0] if known else None, "train.global_batch" in said
+    folders = [Path(folder) for folder in (config.data.path, *config.data.mix) if folder]
+    required = bool({"data.path", "data.mix"} & {*set_keys})
+    # A configuration's data may not be prepared yet, but data that a flag names must exist.
+    manifests = [Manifest.load(folder) for folder in folders if required or (folder / MANIFEST).is_file()]
+    data, batched = manifests[0] if manifests else None, "train.global_batch" in set_keys
     if data is None and config.model.preset is None and "vocab" not in config.model.given:
         raise UserError("model.vocab", NOT_GIVEN, f"given in {source}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=data.vocab if data else None)
     check_shape(shape, config.lora)
-    batch = config.train.global_batch if batched or own else None
+    batch = config.train.global_batch if batched or use_batch else None
     return NamedModel(shape, words.rstrip(), config, batch, data is not None and data.packed, batched)
 
 
 def sequences(text: str, seq: int) -> int:
-    """Sequences of a batch given in tokens: exactly, or rounded such as `16.8M`.
+    """Return the sequences of a batch in tokens, which may be rounded, such as `16.8M`.
 
-    A rounded number stands for the batch near it with the most factors of two, as grids divide it: 16.8M at 2,048 is
-    8,192 sequences. K and M may be powers of two: 512K is 524,288 tokens, 256 sequences. Raises ``UserError`` where
-    there is no whole number of sequences.
+    A rounded number stands for the nearby batch with the most factors of two, since grids divide it: 16.8M at 2,048
+    tokens is 8,192 sequences. K and M may be powers of two: 512K is 524,288 tokens.
+
+    Args:
+        text: Number of tokens, such as 16777216, 16.8M, 4Mi or 512K.
+        seq: Tokens of a sequence.
+
+    Raises:
+        UserError: The tokens are no whole number of sequences.
     """
     accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
     tokens, slack = amount("--batch-tokens", text, _TOKENS, accepted)
-    if tokens > _MOST_SEQUENCES * seq:
-        raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
+    if tokens > _MAX_SEQUENCES * seq:
+        raise UserError("--batch-tokens", text, f"at most {_MAX_SEQUENCES:,} sequences of {seq} tokens")
     binary = {"k": Fraction(2**10, 10**3), "m": Fraction(2**20, 10**6)}.get(text.strip()[-1:].lower(), Fraction(1))
     numbers = [_most_even((tokens - slack) * factor / seq, (tokens + slack) * factor / seq) for factor in (1, binary)]
     if not any(numbers):
@@ -149,7 +157,7 @@ def sequences(text: str, seq: int) -> int:
 
 
 def _most_even(low: Fraction, high: Fraction) -> int:
-    """Return the whole number above 0 with the most factors of two in a range, 0 where there is none."""
+    # The positive integer of a range with the most factors of two; 0 if the range has none.
     first, last, step = -floor(-low), floor(high), 1
     if first > last or last < 1:
         return 0

@@ -1,4 +1,4 @@
-"""Refusal of flags for which there is no grid: names the flag at fault and legal values."""
+"""Diagnosis of plan flags for which no grid is legal: the flag at fault, and legal values."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,28 +9,29 @@ from axonn_jax.grid import GRID_AXES, divisors
 from axonn_jax.planner.request import PlanRequest
 from axonn_jax.planner.space import SearchSpace, legal_grids, segments
 
-_SHOWN = 8
-"""Most values in a message."""
+_SHOWN = 8  # values in a message
 _STAGES = tuple(range(1, 17))
-"""Numbers of virtual stages tried for a message."""
+"""Virtual stages among which a message looks for legal ones."""
 _MICROBATCH, VIRTUAL = "--microbatch", "--pipeline.virtual_stages"
 
 
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
-    """Raise ``UserError`` if no grid is legal, on the flag at fault and with legal values.
+    """Raise ``UserError`` if no grid is legal, with the flag at fault and legal values.
 
-    The flag at fault alone excludes all grids; else the first flag without which some are legal.
+    The flag at fault is one that excludes all grids by itself, or else the first one without which some are legal.
     """
     if any(_legal(request, devices, space)):
         return
     fixed = {f"--grid.{axis}": size for axis, size in space.axes.items()}
     fixed |= {} if space.sequences is None else {_MICROBATCH: space.sequences}
     fixed |= {VIRTUAL: space.virtual_stages[0]} if len(space.virtual_stages) == 1 else {}
-    wrong = next((flag for flag in fixed if not any(_legal(request, devices, _only(flag, space)))), None)
-    for flag in [wrong] if wrong else fixed:
-        among = [(_without(flag, space), " beside the other flags"), (_without(flag, SearchSpace()), "")]
-        for left, suffix in among[: 2 if wrong else 1]:
-            values = {legal[flag] for legal in _legal(request, devices, left)}
+    flag_at_fault = next((flag for flag in fixed if not any(_legal(request, devices, _only(flag, space)))), None)
+    for flag in [flag_at_fault] if flag_at_fault else fixed:
+        # Prefer values that are legal with all other flags. A flag wrong by itself may have none; then values that are
+        # legal without the other flags still help.
+        attempts = [(_without(flag, space), " beside the other flags"), (_without(flag, SearchSpace()), "")]
+        for reduced, suffix in attempts[: 2 if flag_at_fault else 1]:
+            values = {legal[flag] for legal in _legal(request, devices, reduced)}
             if nearest := sorted(values, key=lambda value: abs(value - fixed[flag])):
                 accepted = _accepted(request, devices, nearest, suffix if len(fixed) > 1 else "")
                 raise UserError(flag, fixed[flag], accepted)
@@ -42,9 +43,9 @@ def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
 
 def _accepted(request: PlanRequest, devices: int, values: list[int], suffix: str) -> str:
     shown = ", ".join(map(str, sorted(values[:_SHOWN])))
-    such = "such as " if len(values) > _SHOWN else "one of " if len(values) > 1 else ""
+    prefix = "such as " if len(values) > _SHOWN else "one of " if len(values) > 1 else ""
     batch = f"{request.batch:,} sequence{'s' * (request.batch != 1)}"
-    return f"{such}{shown}, which {devices:,} devices, the model and a batch of {batch} allow{suffix}"
+    return f"{prefix}{shown}, which {devices:,} devices, the model and a batch of {batch} allow{suffix}"
 
 
 def _why(request: PlanRequest, devices: int, space: SearchSpace) -> str:
@@ -57,7 +58,6 @@ def _why(request: PlanRequest, devices: int, space: SearchSpace) -> str:
 
 
 def _without(flag: str, space: SearchSpace) -> SearchSpace:
-    """Return a search space with the value of a flag free."""
     if flag == _MICROBATCH:
         return replace(space, sequences=None)
     if flag == VIRTUAL:
@@ -66,7 +66,6 @@ def _without(flag: str, space: SearchSpace) -> SearchSpace:
 
 
 def _only(flag: str, space: SearchSpace) -> SearchSpace:
-    """Return a search space in which this flag alone is fixed."""
     if flag == _MICROBATCH:
         return SearchSpace(sequences=space.sequences)
     if flag == VIRTUAL:
@@ -75,13 +74,12 @@ def _only(flag: str, space: SearchSpace) -> SearchSpace:
 
 
 def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[dict[str, int]]:
-    """Yield the combinations of a search by flag, any size of microbatch included."""
     for grid in legal_grids(request, devices, space, Counter[str]()):
-        each, pipe = request.batch // grid.batch_shards, grid.pipe
-        wanted = divisors(each) if space.sequences is None else [space.sequences]
-        sizes = [size for size in wanted if each % size == 0 and request.divides(each, size, pipe)]
-        stages = [many for many in space.virtual_stages if pipe * many <= segments(request)] if pipe > 1 else [1]
+        local_batch, pipe = request.batch // grid.batch_shards, grid.pipe
+        options = divisors(local_batch) if space.sequences is None else [space.sequences]
+        sizes = [size for size in options if local_batch % size == 0 and request.divides(local_batch, size, pipe)]
+        stages = [count for count in space.virtual_stages if pipe * count <= segments(request)] if pipe > 1 else [1]
         axes = {f"--grid.{axis}": getattr(grid, axis) for axis in GRID_AXES}
-        for many in stages if sizes else ():
+        for count in stages if sizes else ():
             for size in sizes:
-                yield {**axes, _MICROBATCH: size, VIRTUAL: many}
+                yield {**axes, _MICROBATCH: size, VIRTUAL: count}
