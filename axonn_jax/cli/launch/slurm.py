@@ -1,4 +1,4 @@
-"""Slurm: the batch file of a run that saves before its time limit and returns to the queue, and the words of srun."""
+"""Slurm support of launch: batch files of runs that save before the time limit and requeue, and srun's options."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from axonn_jax.documents import own_file
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import say
 
-# Slurm kills at the limit, and knows it to the minute; a save of many gigabytes takes a while.
-_WARNING_S, _LEAST_S = 120, 300
+# Slurm kills a job at its limit, with a resolution of a minute, and saving many gigabytes takes a while.
+_WARNING_S, _MIN_TIME_S = 120, 300
 _PMIX_WORKS = "started"
 _SHELL = "4294967290"
-"""SLURM_STEP_ID of salloc's shell on a node; a batch script's shell has none."""
+"""SLURM_STEP_ID in a shell that salloc starts on a node; a batch script's shell has none."""
 _ANSWER_S = 20.0
 _TEXT = """\
 #!/bin/bash
@@ -37,16 +37,24 @@ exec {axonn} launch --requeue -n "$SLURM_NTASKS" {words}
 
 
 def write(path: Path, processes: int, nodes: int, time: str, words: Sequence[str]) -> None:
-    """Write the batch file of a run; `words` are behind launch's number of processes.
+    """Write the batch file of a run.
+
+    Args:
+        path: The new file.
+        processes: Processes of the job.
+        nodes: Nodes of the job, a divisor of the processes.
+        time: Time limit, [DAYS-]HOURS:MINUTES:SECONDS.
+        words: Words of `axonn-jax launch` behind the number of processes.
 
     Raises:
-        UserError: the nodes do not divide the processes, the time is none or too short, or the file cannot be made.
+        UserError: The nodes do not divide the processes, the time is invalid or too short, or the file exists already
+            or cannot be written.
     """
     if processes % nodes:
         raise UserError("--nodes", nodes, f"a divisor of the {processes} processes of -n")
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", time, re.ASCII)
     days, hours, minutes, seconds = map(int, parts.groups("0")) if parts else (0, 0, 0, 0)
-    if ((days * 24 + hours) * 60 + minutes) * 60 + seconds < _LEAST_S:
+    if ((days * 24 + hours) * 60 + minutes) * 60 + seconds < _MIN_TIME_S:
         raise UserError("--time", time, "[DAYS-]HOURS:MINUTES:SECONDS, five minutes at least, such as 4:00:00")
     text = _TEXT.format(
         nodes=nodes,
@@ -59,32 +67,40 @@ def write(path: Path, processes: int, nodes: int, time: str, words: Sequence[str
         words=shlex.join(words),
     )
     try:
-        with open(path, "x", encoding="utf-8", opener=own_file) as file:  # it may have been edited
+        # Never overwrite a file: the user is expected to add options of the site to it.
+        with open(path, "x", encoding="utf-8", opener=own_file) as file:
             file.write(text)
     except OSError as error:
         raise UserError("--sbatch", str(path), f"a file that can be made; {error.strerror}") from None
 
 
 def srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
-    """Return srun's words in a Slurm allocation, else none: Slurm signals its own steps, not mpirun's processes."""
+    """Return the words of srun inside a Slurm allocation, and no words elsewhere.
+
+    Args:
+        processes: Processes of the job.
+        pipe: Pipeline stages; several in several processes need MPI.
+        environ: Environment variables.
+    """
+    # Prefer srun to mpirun: Slurm signals its own steps before the time limit, but not the processes of an mpirun.
     path = shutil.which("srun")
     if path is None or not environ.get("SLURM_JOB_ID") or environ.get("SLURM_STEP_ID", _SHELL) != _SHELL:
         return []
-    mpi = "none"  # not the site's default, which may refuse, or start an MPI that nobody needs
+    mpi = "none"  # the site's default may refuse to start, or start an MPI that the job does not need
     if pipe > 1 and processes > 1:
         mpi = "pmix"
-        # The list of srun --mpi=list also has a plugin whose library is not there.
+        # Try it instead of reading srun --mpi=list, which also names plugins whose library is missing.
         if _PMIX_WORKS not in answer([path, f"--mpi={mpi}", "-n", "1", "echo", _PMIX_WORKS]):
             say("axonn-jax: no pmix of this Slurm works, which a pipeline needs; under mpirun, scancel saves nothing")
             return []
-    cores = environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take over from sbatch
+    cores = environ.get("SLURM_CPUS_PER_TASK")  # srun does not inherit it from sbatch
     return [path, f"--mpi={mpi}", *([f"--cpus-per-task={cores}"] if cores else []), "-n", str(processes)]
 
 
 def answer(words: Sequence[str]) -> str:
-    """Return the output of a command that describes itself; empty on failure."""
+    """Return the output of a short command, standard error included; empty if it does not start or end in time."""
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ANSWER_S)
+        result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode(errors="replace")
+    return result.stdout.decode(errors="replace")
