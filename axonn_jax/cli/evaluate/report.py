@@ -1,4 +1,4 @@
-"""Report of an evaluation: figures for each execution model and type of problem, as JSON or as tables."""
+"""Report of an evaluation: figures per execution model and problem type, as JSON or as tables."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,61 +8,66 @@ from axonn_jax.errors import UserError
 from axonn_jax.evaluate.metrics import NAMES, Definition, Judged, has_script_runs, measure, resources_of
 from axonn_jax.terminal import printable, say, table
 
-_USUAL = (1, 5, 10, 20)
+_DEFAULT_K = (1, 5, 10, 20)
 
 
 def check_k(k: Sequence[int], samples: int, where: str = "") -> tuple[int, ...]:
-    """Return the numbers of draws in order, by default the usual ones up to the number of samples.
+    """Return the values of k in order; by default 1, 5, 10 and 20, up to the number of samples.
+
+    Args:
+        k: Values of the command line.
+        samples: Number of samples per problem.
+        where: Text for the error that names the problem with so few samples.
 
     Raises:
-        UserError: one is above the number of samples.
+        UserError: A value is above the number of samples.
     """
     if above := [number for number in k if number > samples]:
         raise UserError("--k", above[0], f"at most the number of samples of each problem, {samples}{where}")
-    return tuple(sorted(set(k))) or tuple(number for number in _USUAL if number <= samples)
+    return tuple(sorted(set(k))) or tuple(number for number in _DEFAULT_K if number <= samples)
 
 
 def fewest(problems: Iterable[Judged]) -> tuple[int, str]:
-    """Return the least number of samples of a problem, and a text that names the problem."""
+    """Return the smallest number of samples of any problem, and a text that names that problem."""
     count, name, model = min((len(problem.samples), problem.name, problem.model) for problem in problems)
     return count, f" ({name}, {model})"
 
 
 def figures(problems: Sequence[Judged], k: Sequence[int], definition: Definition) -> dict[str, Any]:
-    """Return the figures of every execution model.
+    """Return the figures of all execution models.
 
     Args:
-        problems: Judged problems of any models.
-        k: Numbers of draws; empty for the usual ones.
+        problems: Judged problems of any execution models.
+        k: Numbers of samples drawn; empty for the default ones.
         definition: Definition of the metrics.
 
     Raises:
-        UserError: k is above the number of samples of a problem.
+        UserError: A value of k is above the number of samples of a problem.
     """
     counted = check_k(k, *fewest(problems))
     models: dict[str, Any] = {}
     for model in sorted({problem.model for problem in problems}):
-        own = [problem for problem in problems if problem.model == model]
-        resources = resources_of(own)
-        groups = {"all": own} | {
-            kind: [problem for problem in own if problem.kind == kind]
-            for kind in sorted({problem.kind for problem in own})
+        selected = [problem for problem in problems if problem.model == model]
+        resources = resources_of(selected)
+        groups = {"all": selected} | {
+            kind: [problem for problem in selected if problem.kind == kind]
+            for kind in sorted({problem.kind for problem in selected})
         }
         values = {
             name: {str(number): measure(group, number, resources, definition) for number in counted}
             for name, group in groups.items()
         }
-        samples = sum(len(problem.samples) for problem in own)
-        models[model] = {"problems": len(own), "samples": samples, "n": resources} | {"types": values}
+        samples = sum(len(problem.samples) for problem in selected)
+        models[model] = {"problems": len(selected), "samples": samples, "n": resources} | {"types": values}
         if definition == "as-code":
-            del models[model]["n"]  # the script has its own
-            if not has_script_runs(own):
+            del models[model]["n"]  # the script fixes its own number of processes and threads
+            if not has_script_runs(selected):
                 say(f"warning: no run of {model} has the script's threads and processes: its speedup is 0")
     return {"metrics": definition, "k": list(counted), "models": models}
 
 
 def ends(results: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Return how many samples ended in which way, the commonest first."""
+    """Count the samples by outcome, most frequent first."""
     counts = Counter(_end(output) for entry in results for output in entry["outputs"])
     return dict(counts.most_common())
 
@@ -76,7 +81,7 @@ def _end(output: dict[str, Any]) -> str:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Return the figures as tables: every k over all problems, then the least k for each type."""
+    """Return the figures as tables: every k over all problems, then the smallest k per problem type."""
     heads = ["model", "problems", "n", "k", *(f"{name}@k" for name in NAMES)]
     rows = [
         [model, str(values["problems"]), str(values.get("n", "")), number, *_cells(row)]
