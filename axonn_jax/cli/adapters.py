@@ -1,4 +1,4 @@
-"""Adapters of a run in PEFT's format, for ``axonn-jax convert --adapter``."""
+"""Export of a run's adapters in PEFT's format, for ``axonn-jax convert --adapter``."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,15 @@ from axonn_jax.terminal import say
 
 
 def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]:
-    """Write the adapters of a run, or of one of its step_N, and return facts for people.
+    """Write the adapters of a run or of one of its checkpoints, and return a summary.
 
-    Raises ``UserError`` for a run without adapters, and for a directory that cannot be written.
+    Args:
+        source: Run directory, or one of its step_N.
+        dest: Directory to write.
+        force: True to replace a directory that an earlier convert wrote.
+
+    Raises:
+        UserError: The run has no adapters, or the directory cannot be written.
     """
     from axonn_jax.adapters.config import trained_params
     from axonn_jax.adapters.export import stored_adapters

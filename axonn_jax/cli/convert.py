@@ -1,4 +1,4 @@
-"""``axonn-jax convert``: a Hugging Face model to a directory to train from, and a run to a Hugging Face model."""
+"""``axonn-jax convert``: conversion of Hugging Face models to directories to train from, and of runs back."""
 
 import json
 import re
@@ -23,7 +23,7 @@ Dtype = Literal["keep", "bf16", "fp32"]
 _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
 _USUAL_TOKENS = 2048
-"""Longest sequences in a new config.toml: few memories fit a model's limit, 40,960 or more."""
+"""Longest sequences in a new config.toml: a model's own limit, 40,960 or more, rarely fits the memory."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ def run(args: Convert) -> int:
     """Convert, print the result and return the exit status.
 
     Raises:
-        UserError: SOURCE is damaged or not computed, or DEST cannot be written.
+        UserError: SOURCE is damaged or unsupported, or DEST cannot be written.
     """
     if not 1e-6 <= args.shard_size <= 1e6:
         raise UserError("--shard-size", args.shard_size, "a number of GB, from 0.000001 to 1000000")
+    # Check flags before any import of jax or access to the network.
     if args.check and (missing := [name for name in ("torch", "transformers") if find_spec(name) is None]):
         raise UserError("--check", True, f"{' and '.join(missing)} installed beside this package; or no --check")
     if args.adapter and (args.merge or args.check or args.dtype != "keep"):
@@ -79,7 +80,7 @@ def run(args: Convert) -> int:
         raise UserError("--base", str(args.base), "left out without --merge")
     from axonn_jax.models.huggingface.hub import check_push, found, push
 
-    began, accepted = time.perf_counter(), "an existing directory of a Hugging Face model or of a run"
+    started, accepted = time.perf_counter(), "an existing directory of a Hugging Face model or of a run"
     base = args.base and found(args.base, "--base", "the directory of the adapters' base")
     args = replace(args, source=found(args.source, "SOURCE", accepted), base=base)
     if not args.source.is_dir():
@@ -96,11 +97,11 @@ def run(args: Convert) -> int:
             result = _write(side, args, ticker)
         if args.check:
             ticker.now("comparing logits")
-            run_side, theirs_at = (args.dest, args.source) if side.to_run else (args.source, args.dest)
-            result |= compare(run_side, theirs_at, side.shape)
+            run_side, transformers_side = (args.dest, args.source) if side.to_run else (args.source, args.dest)
+            result |= compare(run_side, transformers_side, side.shape)
     if args.push is not None:
         result["pushed"] = push(args.dest, args.push, "--push")
-    result |= {"path": str(args.dest), "seconds": round(time.perf_counter() - began, 3)}
+    result |= {"path": str(args.dest), "seconds": round(time.perf_counter() - started, 3)}
     uploaded = f"\nuploaded as {result['pushed']}" if args.push is not None else ""
     print(json.dumps(result) if args.json else _lines(result) + uploaded)
     return 0
@@ -108,15 +109,15 @@ def run(args: Convert) -> int:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Model to convert: weights under Hugging Face's names, and small files."""
+    """Model to convert: its weights under Hugging Face's names, and its small files."""
 
     shape: "ModelShape"
     weights: Any
-    """A `Pretrained` or `StoredParameters`: `tensors`, and `span` and `pieces` of each."""
+    """`Pretrained`, `StoredParameters` or `MergedTensors`: `tensors`, and `span` and `pieces` of each."""
     small: Mapping[str, bytes]
     to_run: bool
     trained: bool = False
-    """True if the weights are a run's, whose dtype config.json may not have."""
+    """True if the weights are of a run, whose dtype may differ from that of config.json."""
 
 
 def _opened(source: Path, field: str = "SOURCE") -> Conversion:
@@ -152,7 +153,7 @@ def _opened_run(source: Path, field: str) -> Conversion:
         small = _with_trained_templates(dict(small_files(folder / FOLDER, field)), folder, field)
         check_files(folder / FOLDER, field)
         return Conversion(shape, weights, small, False, trained=True)
-    return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
+    return Conversion(shape, weights, _generated_small_files(folder, shape), False, trained=True)
 
 
 def _run_of(checkpoint: Path) -> Path:
@@ -161,10 +162,8 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -> dict[str, bytes]:
-    """A base's small files with the chat templates that a run was trained with, where these are in files of their own.
-
-    None of the base's stays beside them: with tools another one would be taken.
-    """
+    # The run's chat templates replace all of the base's. If one of these stayed, transformers could choose it, for
+    # example for a conversation with tools.
     from axonn_jax.data.instructions.chat import FILE
     from axonn_jax.models.huggingface.pretrained import TEMPLATES, small_files
 
@@ -174,7 +173,6 @@ def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -
 
 
 def _merged(args: Convert) -> Conversion:
-    """The base of adapters, to which they are added."""
     from axonn_jax.adapters.export import MergedTensors, checked_base, stored_adapters
     from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
     from axonn_jax.adapters.stored import adapters_in, base_of
@@ -183,10 +181,10 @@ def _merged(args: Convert) -> Conversion:
     from axonn_jax.models.huggingface.hub import found
 
     if is_adapter(args.source):
-        named = read_config(args.source, "SOURCE")[1]
-        folder = args.base or found(named, "--base", "the directory of the adapter's base")
-        if (not named and args.base is None) or not folder.is_dir():
-            raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {named!r} to it")
+        base_name = read_config(args.source, "SOURCE")[1]
+        folder = args.base or found(base_name, "--base", "the directory of the adapter's base")
+        if (not base_name and args.base is None) or not folder.is_dir():
+            raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {base_name!r} to it")
         if args.check:
             raise UserError("--check", True, "left out with an adapter of PEFT: it compares with a run")
         side = _opened(folder, "--base")
@@ -199,29 +197,29 @@ def _merged(args: Convert) -> Conversion:
         if not folder.is_dir():
             raise UserError("--base", str(folder), f"the directory of the adapters' base, {stored.base!r} to them")
         side = _opened(folder, "--base")
-        checked_base(side.weights, stored, str(folder))
+        checked_base(side.weights, stored, str(folder))  # PEFT's files have no checksum of the base
         small = _with_trained_templates(side.small, _run_of(checkpoint.path), "SOURCE")
         side = replace(side, small=small)
         config, arrays = stored.config, stored_adapters(checkpoint, stored, side.shape, "SOURCE")
     return replace(side, weights=MergedTensors(side.weights, side.shape, config, arrays), to_run=False)
 
 
-def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
-    """Config and tokenizer of a model trained from random weights."""
+def _generated_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
+    # A model trained from random weights has no files of a base to copy.
     from axonn_jax.data.tokenize import begin_of, end_of, load, naming_end
     from axonn_jax.models.huggingface.families import config_from_shape
     from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
     from axonn_jax.readers import CONFIG
 
-    made, end, begin = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None, None
-    if TOKENIZER in made:
+    files, end, begin = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None, None
+    if TOKENIZER in files:
         tokenizer = load(folder / TOKENIZER, "SOURCE")
         begin = next(iter(begin_of(tokenizer)), None)
         if (end := end_of(folder, tokenizer, "SOURCE")) is not None:
-            made = naming_end(made, tokenizer, end)
-            made[SETTINGS] = _json({"model_max_length": shape.seq_len} | json.loads(made[SETTINGS]))
-    made[CONFIG] = _json(config_from_shape(shape, "float32", end, begin))
-    return made
+            files = naming_end(files, tokenizer, end)
+            files[SETTINGS] = _json({"model_max_length": shape.seq_len} | json.loads(files[SETTINGS]))
+    files[CONFIG] = _json(config_from_shape(shape, "float32", end, begin))
+    return files
 
 
 def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
@@ -238,6 +236,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
     kinds = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
     planned = [Planned(name, kinds.get(args.dtype, dtype), shape) for name, dtype, shape in side.weights.tensors]
+    # --force may remove only what an earlier convert can have written.
     ours = re.compile(f"{_WEIGHTS.pattern}|{SMALL.pattern}")
     kind = OutputKind("convert", "converted", "SOURCE", "DEST", ours, CONFIG)
     small = dict(side.small)
@@ -269,7 +268,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
 
 def trained_shape(shape: "ModelShape") -> "ModelShape":
-    """Return the shape with sequences of usual length, where positions are rotary and so none is cut off."""
+    """Return the shape with shorter sequences, except for learned positions, whose table would be truncated."""
     return shape if shape.positions == "learned" else replace(shape, seq_len=min(shape.seq_len, _USUAL_TOKENS))
 
 
@@ -288,6 +287,6 @@ def _lines(result: Mapping[str, Any]) -> str:
     if "largest_difference" in result:
         pair = f"{result['largest_difference']:.3g}, of logits up to {result['largest_logit']:.3g}"
         lines.append(f"largest difference of logits to transformers: {pair}")
-    if (chosen := result.get("seq_len", 0)) < (longest := result.get("longest", 0)):
-        lines.append(f"trains on sequences of {chosen:,} tokens; up to {longest:,} by model.seq_len in config.toml")
+    if (seq_len := result.get("seq_len", 0)) < (longest := result.get("longest", 0)):
+        lines.append(f"trains on sequences of {seq_len:,} tokens; up to {longest:,} by model.seq_len in config.toml")
     return "\n".join([*lines, printable(f"{result['path']} is {noun}, written in {result['seconds']:.1f} s")])

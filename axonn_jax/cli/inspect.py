@@ -1,4 +1,4 @@
-"""`axonn-jax inspect RUN_DIR`: the checkpoints of a run: steps, grids, sizes, faults."""
+"""``axonn-jax inspect``: checkpoints of a run with their steps, grids, sizes and faults."""
 
 import json
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Inspect:
 
 
 def run(args: Inspect) -> int:
-    """Print the list; 1 where no checkpoint is sound.
+    """Print the checkpoints; the exit status is 1 if none is sound.
 
     Raises:
-        UserError: the directory holds no checkpoints.
+        UserError: The directory holds no checkpoints.
     """
     inside = args.run_dir / "checkpoints"
     folder = inside if inside.is_dir() else args.run_dir
@@ -37,14 +37,14 @@ def run(args: Inspect) -> int:
         accepted = "an existing directory left by `axonn-jax train`, with checkpoints/step_N"
         raise UserError("RUN_DIR", str(args.run_dir), accepted)
     rows = [_row(path, args.fast) for path in paths]
-    left = sorted(p.name for p in folder.iterdir() if p.name.startswith(("unfinished_", "removed_", "aside_")))
+    leftovers = sorted(p.name for p in folder.iterdir() if p.name.startswith(("unfinished_", "removed_", "aside_")))
     if args.json:
-        print(json.dumps({"directory": str(folder), "checkpoints": rows, "other": left}))
+        print(json.dumps({"directory": str(folder), "checkpoints": rows, "other": leftovers}))
     else:
         heads = ("step", "size", "saved (UTC)", "age", "proc.", "grid, state")
         print("\n".join(table(heads, list(map(_cells, rows)), left=(2, 5))))
-        if left:
-            print(printable(f"other directories: {', '.join(left)}"))
+        if leftovers:
+            print(printable(f"other directories: {', '.join(leftovers)}"))
     return 0 if any(row["valid"] for row in rows) else 1
 
 
@@ -54,7 +54,7 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
         manifest = read(path)
     except CorruptCheckpoint as fault:
         return {**row, "fault": str(fault)}
-    wrong = file_faults(path, manifest, fast=fast)
+    faults = file_faults(path, manifest, fast=fast)
     row |= {
         "grid": manifest.grid,
         "processes": manifest.processes,
@@ -64,11 +64,10 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
         "position": manifest.run.get("position"),
         "versions": dict(manifest.versions),
     }
-    return row | ({"fault": first_of(wrong, "; ")} if wrong else {"valid": True})
+    return row | ({"fault": first_of(faults, "; ")} if faults else {"valid": True})
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Cells of a checkpoint's row in the table."""
     if "bytes" not in row:
         return (str(row["step"]), "-", "-", "-", "-", printable(f"DAMAGED: {row['fault']}"))
     saved = datetime.fromisoformat(row["saved"]).astimezone(UTC)

@@ -1,4 +1,4 @@
-"""``axonn-jax loki``: finds the directions in which a model's keys vary, to rank keys by a few."""
+"""``axonn-jax loki``: calibration of Loki attention with the principal components of a model's keys."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
 if TYPE_CHECKING:
     from axonn_jax.loki.components import Components
 
-_FEW = 10  # tokens a feature
+_MIN_TOKENS_PER_FEATURE = 10  # with fewer the components are warned about
 _ROWS = 4
 
 
@@ -49,7 +49,7 @@ def run(args: Loki) -> int:
     """Calibrate, write the file and print the ranks, on the first process of a run.
 
     Raises:
-        UserError: RUN_DIR or the data are of no use, or not of one vocabulary.
+        UserError: RUN_DIR or the data cannot be used, or their vocabularies differ.
     """
     import numpy as np
 
@@ -85,8 +85,8 @@ def run(args: Loki) -> int:
     from axonn_jax.distributed.initialize import start
     from axonn_jax.loki import components
 
-    path = args.run_dir / components.FILE
-    if path.is_dir() or not os.access(args.run_dir, os.W_OK):
+    target = args.run_dir / components.FILE
+    if target.is_dir() or not os.access(args.run_dir, os.W_OK):
         raise UserError("RUN_DIR", str(args.run_dir), f"a directory in which {components.FILE} can be written")
     with libraries_on_stderr():
         _, grid = start(args.grid)
@@ -101,37 +101,38 @@ def run(args: Loki) -> int:
         program = components.moments(loaded.parts, grid.mesh, "float32")
         try:
             calibrated = components.calibrate(program, loaded.params, batches())
-        except np.linalg.LinAlgError:  # of keys that are not finite
+        except np.linalg.LinAlgError:  # keys that are not finite
             raise UserError("RUN_DIR", str(args.run_dir), "weights that give finite keys") from None
-    chosen = calibrated[args.keys]
+    selected = calibrated[args.keys]
     weights = components.fingerprint(loaded.parts, loaded.params, shape.kv_heads)
+    # All processes compute the components and the fingerprint; only the first one writes and prints.
     if grid.rank:
         return 0
-    if chosen.tokens < _FEW * shape.head_dim:
-        say(f"warning: {chosen.tokens} tokens are few for {shape.head_dim} features; --tokens")
+    if selected.tokens < _MIN_TOKENS_PER_FEATURE * shape.head_dim:
+        say(f"warning: {selected.tokens} tokens are few for {shape.head_dim} features; --tokens")
     with refused("RUN_DIR", args.run_dir, f"room for {components.FILE}"):
-        components.save(chosen, path, shape, weights, args.keys)
+        components.save(selected, target, shape, weights, args.keys)
     if args.plot:
         draw(calibrated, shape.head_dim, args.run_dir / "loki.png")
     ranks = {kind: of_kind.ranks().tolist() for kind, of_kind in calibrated.items()}
     if args.json:
-        print(json.dumps({"path": str(path), "tokens": chosen.tokens, "head_dim": shape.head_dim, "ranks": ranks}))
+        print(json.dumps({"path": str(target), "tokens": selected.tokens, "head_dim": shape.head_dim, "ranks": ranks}))
         return 0
     heads = ["layer", "after rotation", "before rotation"]
     lines = [[str(at), *(_span(ranks[kind][at]) for kind in ("post", "pre"))] for at in range(shape.layers)]
     print("\n".join(table(heads, lines)))
-    print(f"components that hold 90 % of the variance, of {shape.head_dim}; {chosen.tokens:,} tokens; {path}")
+    print(f"components that hold 90 % of the variance, of {shape.head_dim}; {selected.tokens:,} tokens; {target}")
     return 0
 
 
-def check_tokenizer(args: Loki, used: int, most: int) -> None:
-    """Raise ``UserError`` for data of another tokenizer than RUN_DIR's."""
+def check_tokenizer(args: Loki, used: int, vocab: int) -> None:
+    """Raise ``UserError`` if the data were prepared with another tokenizer than RUN_DIR's."""
     from axonn_jax.data.tokenize import load
 
-    if used > most:
-        raise UserError("--data", str(args.data), f"tokens below model.vocab = {most}; the largest is {used - 1}")
-    own, theirs = args.run_dir / "tokenizer.json", args.data / "tokenizer.json"
-    if own.exists() and load(own, "RUN_DIR").get_vocab() != load(theirs, "--data").get_vocab():
+    if used > vocab:
+        raise UserError("--data", str(args.data), f"tokens below model.vocab = {vocab}; the largest is {used - 1}")
+    model_file, data_file = args.run_dir / "tokenizer.json", args.data / "tokenizer.json"
+    if model_file.exists() and load(model_file, "RUN_DIR").get_vocab() != load(data_file, "--data").get_vocab():
         accepted = f"tokens of RUN_DIR's tokenizer: axonn-jax prepare SOURCE DATA_DIR --tokenizer {args.run_dir}"
         raise UserError("--data", str(args.data), accepted)
 
@@ -141,12 +142,21 @@ def _span(ranks: list[int]) -> str:
 
 
 def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None:
-    """Draw ranks at 90 % of the variance by layer, of every head and their mean; raise ``UserError`` for a bad path."""
+    """Draw the ranks at 90 % of the variance by layer, per head and their mean.
+
+    Args:
+        calibrated: Components by the kind of keys, `post` and `pre`.
+        head_dim: Features of a head.
+        path: PNG file to write.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(6, 3.5)
     axes = figure.subplots()
-    # Side by side and the second in dashes, as ranks are often the same.
+    # Shift the points and dash the second line, since the ranks of both kinds are often equal.
     for kind, words, color, dashes, shift in (("post", "after", "C0", "-", -0.06), ("pre", "before", "C1", "--", 0.06)):
         ranks = calibrated[kind].ranks()
         layers = [layer + shift for layer in range(len(ranks))]

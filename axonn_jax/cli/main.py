@@ -1,4 +1,4 @@
-"""The command `axonn-jax`: subcommands; an error reaches the user as one line and an exit status."""
+"""Entry point of `axonn-jax`: dispatch to subcommands, and errors as one line and an exit status."""
 
 import contextlib
 import importlib
@@ -33,18 +33,20 @@ COMMANDS = {
     "calibrate": "measure this machine: a file for plan and simulate",
     "doctor": "check the installation, and show how to fix faults",
 }
-"""Subcommands, whose module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
+"""Subcommands; their module defines `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
 
-# Not imported for --version, only looked up: importing jax takes a second and may start a device.
+# --version reads their metadata instead of importing them: importing jax takes a second and may start a device.
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
 
 TRACEBACK = "AXONN_JAX_TRACEBACK"
-_MOST = 600  # characters of a foreign exception's text; XLA's run to pages
-_GONE = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
-"""jax's words, by gloo and by NCCL, in a run's remaining processes when one has ended."""
-_GRACE_S, _APART_S, _MOST_APART = 1.0, 0.5, 8
-"""Wait of the processes behind the first before one speaks, and by how much each waits longer than the one before."""
-_LAUNCHERS = (  # rank, size, and the rank on the host under a launcher that lets the others live where one fails
+_MAX_TEXT = 600  # characters of an exception's text; those of XLA can fill pages
+_PEER_ENDED = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
+"""Errors of gloo and of NCCL in the remaining processes of a run when another one has ended."""
+_GRACE_S, _APART_S, _MAX_STAGGERED = 1.0, 0.5, 8
+"""Seconds that processes other than the first wait before they report, the extra seconds per rank, and their limit."""
+# Variables of the rank, the size, and the rank on the host. The last one is named only for Slurm, which lets the other
+# processes live when one fails.
+_LAUNCHERS = (
     ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", ""),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
     ("PMIX_RANK", "PMIX_SIZE", ""),
@@ -57,10 +59,10 @@ _LAUNCHERS = (  # rank, size, and the rank on the host under a launcher that let
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted.
 
-    One that fails among several processes ends here, so that their launcher ends the others.
+    A failed process of a distributed run exits immediately, so that the launcher ends the others.
     """
     open_missing()
-    for stream in (sys.stdout, sys.stderr):  # an ASCII locale cannot express every path and text
+    for stream in (sys.stdout, sys.stderr):  # an ASCII locale cannot encode every path and text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -74,19 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         status = report(error)
     last_flush()
-    if status and _has_met_others():
-        # An orderly exit would wait, in MPI or jax, for those that wait for this process; the launcher ends them.
+    if status and _is_distributed():
+        # A regular exit would deadlock: MPI and jax wait for processes that wait for this one.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def _has_met_others() -> bool:
-    """Return True if this process is one of several that MPI or `jax.distributed` has joined."""
+def _is_distributed() -> bool:
     jax = sys.modules.get("jax")
-    joined = "mpi4py.MPI" in sys.modules or (jax is not None and jax.distributed.is_initialized())
-    return joined and rank_of(os.environ)[1] > 1
+    connected = "mpi4py.MPI" in sys.modules or (jax is not None and jax.distributed.is_initialized())
+    return connected and rank_of(os.environ)[1] > 1
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -99,15 +100,15 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--completion":
         print(_completion())
         return 0
-    name, rest = argv[0], argv[1:]
+    name, command_argv = argv[0], argv[1:]
     if name not in COMMANDS:
         raise UserError("command", name, f"one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
     module = importlib.import_module(f"axonn_jax.cli.{name}")
     if hasattr(module, "main"):
-        return int(module.main(rest))
+        return int(module.main(command_argv))
     from axonn_jax.cli.arguments import parse
 
-    return int(module.run(parse(getattr(module, name.title()), rest, f"{PROG} {name}")))
+    return int(module.run(parse(getattr(module, name.title()), command_argv, f"{PROG} {name}")))
 
 
 def _overview() -> str:
@@ -137,7 +138,7 @@ complete -o default -F _axonn_jax {prog}"""
 
 
 def _completion() -> str:
-    """Return a shell's completion of commands and of their flags, as their help has them."""
+    # Flags are read from the help texts, so that completion cannot disagree with them.
     cases = []
     for name in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
@@ -160,10 +161,8 @@ def _versions() -> str:
 
 
 def rank_of(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return this process's rank, the number of processes, and its place in `_LAUNCHERS`' third column; else 0, 1, 0.
-
-    A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
-    """
+    """Return this process's rank, the number of processes, and its rank on the host under Slurm; 0, 1, 0 if single."""
+    # Trust a rank only together with a size above 1 of the same launcher: shells in batch jobs inherit stale ranks.
     for names in _LAUNCHERS:
         rank, size, local = (int(text) if _is_number(text := environ.get(name, "")) else None for name in names)
         if rank is not None and size is not None and size > 1:
@@ -172,22 +171,21 @@ def rank_of(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) < 20  # int() refuses thousands of digits
+    return text.isdecimal() and len(text) < 20  # int() raises for thousands of digits
 
 
 def report(error: BaseException) -> int:
-    """Print the line for an exception that ends the command and return the exit status.
-
-    What every process of a run meets, as most mistakes, the first one tells; before they have met, nobody knows what
-    the others have met. So the others wait, and who is alive behind that, as its launcher has ended nobody, tells it.
-    """
+    """Print one line for an exception that ends the command, and return the exit status."""
+    # Most mistakes reach every process of a run, and the first process should be the only one to report them. Before
+    # the processes are connected, no process knows whether the others fail too. So all but the first wait: if the first
+    # one fails, its launcher ends them meanwhile, and whoever is still alive afterwards reports its error.
     rank, _, local = rank_of(os.environ)
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             _say("interrupted")
         return status_of(error)
     if rank:
-        time.sleep(_GRACE_S + _APART_S * min(rank, _MOST_APART))
+        time.sleep(_GRACE_S + _APART_S * min(rank, _MAX_STAGGERED))
     whose = f"rank {rank}: " if rank else ""
     if isinstance(error, UserError):
         if local == 0 or _first_lives(os.environ):
@@ -196,23 +194,23 @@ def report(error: BaseException) -> int:
     text = " ".join(str(error).split())
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
     shown = f"{name}: {text}" if text else name
-    if _GONE.search(text):
+    if _PEER_ENDED.search(text):
         shown = f"another process of the run has ended; its own or the launcher's lines have the reason: {shown}"
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {whose}{shown}")
     else:
-        cut = shown if len(shown) <= _MOST else shown[:_MOST] + "..."
+        cut = shown if len(shown) <= _MAX_TEXT else shown[:_MAX_TEXT] + "..."
         _say(f"error: {whose}{cut} (set {TRACEBACK}=1 for the traceback)")
     return status_of(error)
 
 
 def _first_lives(environ: Mapping[str, str]) -> bool:
-    """Return True if the first process on this host of the same Slurm step lives: it has not met what this one has."""
-    wanted = {f"{name}={environ.get(name, '')}".encode() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
+    # If the first process of the Slurm step on this host is alive, it has not had the error and will not report it.
+    variables = {f"{name}={environ.get(name, '')}".encode() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            if {*wanted, b"SLURM_LOCALID=0"} <= set((process / "environ").read_bytes().split(b"\0")):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if {*variables, b"SLURM_LOCALID=0"} <= set((process / "environ").read_bytes().split(b"\0")):
                 return True
     return False
 

@@ -1,4 +1,4 @@
-"""``axonn-jax prepare``: text or code to tokenised shards."""
+"""``axonn-jax prepare``: tokenised shards from text, code or conversations."""
 
 import json
 import signal
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
     from axonn_jax.data.source import Source
 
-_OF_TEXT = {"vocab": None, "field": "text", "include": (), "exclude": ()}
-_OF_BOTH = ("split", "holdout", "seed", "force", "shard_tokens")
+_TEXT_OPTIONS = {"vocab": None, "field": "text", "include": (), "exclude": ()}
+_SHARED_OPTIONS = ("split", "holdout", "seed", "force", "shard_tokens")
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ def run(args: Prepare) -> int:
     """Prepare the directory, print the result and return the exit status.
 
     Raises:
-        UserError: an argument is of no use, or the text is not enough.
+        UserError: An argument cannot be used, or there is too little text.
     """
     _check_kind(args)
     for text in args.mix:
         look_at("--mix", text.rpartition(":")[0])
-    given: dict[str, Any] = {name: getattr(args, name) for name in _OF_BOTH} | {"tokenizer": _tokenizer(args)}
+    shared: dict[str, Any] = {name: getattr(args, name) for name in _SHARED_OPTIONS} | {"tokenizer": _tokenizer(args)}
     notes: Iterable[str]
     began = time.perf_counter()
     with terminated(), Ticker("reading") as ticker:
@@ -133,14 +133,14 @@ def run(args: Prepare) -> int:
         if args.instructions:
             from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
 
-            chosen = {option.name: getattr(args, option.name) for option in fields(InstructionOptions)}
-            options = InstructionOptions(**{name: value for name, value in chosen.items() if value is not None})
-            manifest, notes = prepare_instructions(args.source, args.out, options, report=report, **given)
+            values = {option.name: getattr(args, option.name) for option in fields(InstructionOptions)}
+            options = InstructionOptions(**{name: value for name, value in values.items() if value is not None})
+            manifest, notes = prepare_instructions(args.source, args.out, options, report=report, **shared)
         else:
             from axonn_jax.data.prepare import prepare
 
-            of_text: dict[str, Any] = {name: getattr(args, name) for name in (*_OF_TEXT, "bos")}
-            manifest, source = prepare(args.source, args.out, report=report, **of_text, **given)
+            text_options: dict[str, Any] = {name: getattr(args, name) for name in (*_TEXT_OPTIONS, "bos")}
+            manifest, source = prepare(args.source, args.out, report=report, **text_options, **shared)
             notes = _notes(args, manifest, source)
     seconds = time.perf_counter() - began
     for line in notes:
@@ -150,7 +150,6 @@ def run(args: Prepare) -> int:
 
 
 def _tokenizer(args: Prepare) -> Path | None:
-    """Return the tokenizer's path, of a name on the Hub that of its files in the cache."""
     from axonn_jax.models.huggingface.hub import SMALL_FILES, found
 
     accepted = "a tokenizer.json, or a directory with one"
@@ -158,9 +157,9 @@ def _tokenizer(args: Prepare) -> Path | None:
 
 
 def _check_kind(args: Prepare) -> None:
-    """Raise ``UserError`` for a flag of the other kind of data, or one that is missing."""
-    of_rows = dict.fromkeys(("template", "seq_len", "loss", "too_long", "valid")) | {"mix": (), "skip_bad": False}
-    for name, default in (_OF_TEXT if args.instructions else of_rows).items():
+    # Refuse flags of the other kind of data, which would be ignored.
+    row_options = dict.fromkeys(("template", "seq_len", "loss", "too_long", "valid")) | {"mix": (), "skip_bad": False}
+    for name, default in (_TEXT_OPTIONS if args.instructions else row_options).items():
         if (value := getattr(args, name)) != default:
             accepted = f"not given with{'' if args.instructions else 'out'} --instructions"
             raise UserError(f"--{name.replace('_', '-')}", value, accepted)
@@ -172,7 +171,7 @@ def _check_kind(args: Prepare) -> None:
 
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:
-    """Yield a line for each surprise to the user."""
+    # Lines about results that may surprise the user.
     from axonn_jax.data.source import endings
     from axonn_jax.data.tokenize import begin_of, load
 
@@ -180,9 +179,9 @@ def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[st
         yield f"skipped {number:,} {kind}, such as {source.examples[kind]!r}"
     if source.not_included:
         yield f"left out by --include: {endings(source.not_included)}"
-    held, size = manifest.splits["valid"].bytes, source.size
-    if held > 2 * args.holdout * size:
-        yield f"held out: {held / size:.0%} of the text for --holdout {args.holdout:g}, as documents are few or uneven"
+    valid, size = manifest.splits["valid"].bytes, source.size
+    if valid > 2 * args.holdout * size:
+        yield f"held out: {valid / size:.0%} of the text for --holdout {args.holdout:g}, as documents are few or uneven"
     if args.tokenizer is not None and not args.bos:
         tokenizer = load(manifest.path / "tokenizer.json")
         if begin := begin_of(tokenizer):
@@ -191,7 +190,7 @@ def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[st
 
 
 def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
-    """The manifest with the numbers of documents and shards in the place of the list of shards."""
+    # Lists of shards can be long: report their number instead.
     summary = manifest.as_json()
     for name, split in manifest.splits.items():
         summary["splits"][name] |= {"documents": split.documents, "shards": len(split.shards)}
@@ -221,21 +220,21 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Make SIGTERM, which a batch system sends at the time limit, and SIGHUP clean up as an interrupt does."""
+    """Turn SIGTERM, which batch systems send at the time limit, and SIGHUP into an exception, so that cleanup runs."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # under nohup it is
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:  # as nohup sets it for SIGHUP
                 signal.signal(number, stop)
-    except ValueError:  # only the main thread may ask for signals
+    except ValueError:  # only the main thread may set handlers
         yield
         return
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

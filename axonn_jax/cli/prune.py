@@ -1,4 +1,4 @@
-"""``axonn-jax prune``: a run's newest checkpoint as a new run, with only some entries of its kernels."""
+"""``axonn-jax prune``: a new run from a run's newest checkpoint, with its kernels pruned."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def run(args: Prune) -> int:
     """Prune, print the result and return the exit status.
 
     Raises:
-        UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
+        UserError: RUN_DIR holds no run, OUT_DIR is not empty, or an option is out of range.
     """
     from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.train.config_file import read
@@ -61,32 +61,30 @@ def run(args: Prune) -> int:
     if not (args.run_dir / "config.toml").is_file():
         accepted = "an existing directory left by `axonn-jax train`, with a config.toml"
         raise UserError("RUN_DIR", str(args.run_dir), accepted)
-    given = (
+    settings = (
         {"mask_file": args.mask_file, "method": "file"}
         if args.mask_file
         else {"density": args.density, "scope": args.scope}
     )
-    prune = PruneConfig(**given)  # type: ignore[arg-type]
+    prune = PruneConfig(**settings)  # type: ignore[arg-type]
     config = read(args.run_dir / "config.toml")
-    check_rules(Chosen(config.grid, prune=prune, train=config.train))  # train accepts the written config
+    # The written configuration must be one that `train` accepts.
+    check_rules(Chosen(config.grid, prune=prune, train=config.train))
     check_masks(args.mask_file)
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
     with terminated(), Ticker("reading") as ticker:
-        step, kept, of = _pruned(config, args.run_dir, args.out_dir, ticker.now)
+        step, remaining, total = _pruned(config, args.run_dir, args.out_dir, ticker.now)
     seconds = time.monotonic() - began
-    result = {"path": str(args.out_dir), "step": step, "kept": kept, "of": of, "seconds": round(seconds, 3)}
-    line = f"kept {kept:,} of {of:,} entries of the kernels of step {step}; {args.out_dir} in {seconds:.1f} s"
+    result = {"path": str(args.out_dir), "step": step, "kept": remaining, "of": total, "seconds": round(seconds, 3)}
+    line = f"kept {remaining:,} of {total:,} entries of the kernels of step {step}; {args.out_dir} in {seconds:.1f} s"
     print(json.dumps(result) if args.json else line)
     return 0
 
 
 def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[str], None]) -> tuple[int, int, int]:
-    """Write a run directory with the pruned state of another; return its step, the entries kept, and of how many.
-
-    `config` is the new run's. Raises ``UserError``, without writing, for a missing, invalid or pruned checkpoint, and
-    for a directory that is not empty or cannot be written.
-    """
+    # Returns the step, and the numbers of remaining and of all entries. `config` is that of the new run. Refusals in
+    # `appearing` leave no directory behind.
     from axonn_jax.checkpoint.manifest import FOLDER
     from axonn_jax.checkpoint.naming import MASKS
     from axonn_jax.checkpoint.restore import named_checkpoint
@@ -132,5 +130,5 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
             except OSError as error:
                 why = str(error).replace(str(partial), str(target))
                 raise UserError("OUT_DIR", str(target), f"a place that can be written; {why}") from None
-            held = kept_of(engine, sync, config.prune.density)
-    return step, held.entries, held.of
+            counts = kept_of(engine, sync, config.prune.density)
+    return step, counts.entries, counts.of

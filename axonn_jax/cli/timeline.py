@@ -1,4 +1,4 @@
-"""``axonn-jax timeline``: the stages' tasks of a pipelined run, as a picture and in figures."""
+"""``axonn-jax timeline``: picture and figures of the tasks of a pipelined run's stages."""
 
 import json
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ def run(args: Timeline) -> int:
     """Draw the picture and print the figures.
 
     Raises:
-        UserError: the directory is missing or has no timeline, or the step is not recorded.
+        UserError: The directory is missing or has no timeline, or the step is not recorded.
     """
     if not args.run_dir.is_dir():
         raise UserError("RUN_DIR", str(args.run_dir), "an existing directory left by a pipelined `axonn-jax train`")
     recorded = read_trace(args.run_dir / TIMELINE)
-    # A step that was stopped before its first task has nothing to show.
+    # Skip steps that were stopped before their first task ended.
     steps = sorted({span.step for span in recorded if span.is_task and span.end > span.start})
     if not steps:
         raise UserError(TIMELINE, str(args.run_dir / TIMELINE), "a trace with at least one step; this one has none")
@@ -79,12 +79,11 @@ def run(args: Timeline) -> int:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Return the last few steps, all that a run records."""
     return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
 def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replay:
-    """Simulate a step's tasks, without the optimizer."""
+    # The optimizer runs after the pipeline and is not part of a schedule.
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
         return replay(chain(*(task_runs(span.name, span.rank, span.start, span.end) for span in tasks)), policy)
@@ -95,30 +94,33 @@ def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Re
 
 
 def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
-    """Length of the step in seconds, its idle share, and the shares of every kind, per stage and over all."""
     start, end = window(spans)
     used = usage(spans, ranks)
     return {
         "step_s": end - start,
-        "idle": fmean(one.idle for one in used),
-        "exposed_communication": fmean(one.exposed for one in used),
-        "shares": {kind: fmean(one.shares[kind] for one in used) for kind in KINDS},
+        "idle": fmean(use.idle for use in used),
+        "exposed_communication": fmean(use.exposed for use in used),
+        "shares": {kind: fmean(use.shares[kind] for use in used) for kind in KINDS},
         "stages": [
-            {"stage": one.rank, "idle": one.idle, "exposed_communication": one.exposed, "shares": dict(one.shares)}
-            for one in used
+            {
+                "stage": use.rank,
+                "idle": use.idle,
+                "exposed_communication": use.exposed,
+                "shares": dict(use.shares),
+            }
+            for use in used
         ],
     }
 
 
 def _table(figures: dict[str, Any]) -> str:
-    """Return a row a stage and one for all; an unused kind has no column."""
     kinds = [kind for kind in KINDS if figures["shares"][kind] > 0]
     heads = ["stage", "idle", *(kind.replace("_", " ") for kind in kinds)]
     rows = []
-    for name, one in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
-        row = [name, f"{one['idle']:.1%}"]
+    for name, entry in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
+        row = [name, f"{entry['idle']:.1%}"]
         for kind in kinds:
-            exposed = f" ({one['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
-            row.append(f"{one['shares'][kind]:.1%}{exposed}")
+            exposed = f" ({entry['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
+            row.append(f"{entry['shares'][kind]:.1%}{exposed}")
         rows.append(row)
     return "\n".join(table(heads, rows))

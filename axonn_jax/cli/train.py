@@ -1,4 +1,4 @@
-"""`axonn-jax train CONFIG.toml [--table.key value ...]`: from a checked config to a run."""
+"""``axonn-jax train``: training from a checked configuration."""
 
 import sys
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Read and check the configuration, train, and return the exit status.
 
     Raises:
-        UserError: the command line or the configuration is wrong; nothing has been written or started then.
+        UserError: The command line or the configuration is wrong; nothing has been written or started yet.
     """
     if any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(help_text(Config, _USAGE, _DESCRIPTION, keys=True))
@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if len(files) > 1:
         raise UserError("argument", files[1], f"only flags such as --train.steps 100 beside {files[0]!r}")
     config = check(read(files[0], flags))
+    # Imported late: jax takes a second to import, and mistakes should be reported before that.
     from axonn_jax.train.main import train
 
     return train(config)

@@ -95,7 +95,7 @@ def packages(timeout: float) -> Iterator[Row]:
     imports = probe(python(_IMPORTS, *module_names.values()), timeout)
     for name in order:
         yield _package(name, requirements[name], imports.answers.get(module_names[name], imports.trouble))
-    yield devices(imports)  # the same process has listed them: starting jax twice would take twice as long
+    yield devices(imports)  # listed by the same process, which has started jax already
     if imports.answers.get("sums"):
         wrong = (
             "XLA's sums over products of 3 numbers are wrong on CPUs, from the 32,769th on; runs compile around that"

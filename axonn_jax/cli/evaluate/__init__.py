@@ -130,7 +130,7 @@ def _judge(args: Evaluate) -> int:
     if not args.execute:
         accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
         raise UserError("--execute", NOT_GIVEN, accepted)
-    # Check the sandbox and the compiler first: generating programs may take hours.
+    # Check the sandbox and the compiler before generating programs, which takes much longer.
     check_sandbox(as_root=args.as_root)
     command = compiler(args.compiler)
     if args.generations is not None:

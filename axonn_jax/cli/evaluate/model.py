@@ -22,11 +22,14 @@ def generate_outputs(
     Args:
         args: Command line.
         run_dir: Directory of the model, or its name on the Hub.
-        prompts: ParEval's prompts.
-        alone: True to refuse a run of several processes.
+        prompts: Entries of a ParEval file.
+        single_process: True to refuse a run of several processes.
+
+    Returns:
+        The prompts with their outputs, and True on the first process of a run.
 
     Raises:
-        UserError: the directory is no model's, or an option is out of range.
+        UserError: The directory holds no model, or an option is out of range.
     """
     from axonn_jax.data.tokenize import ends_of
     from axonn_jax.evaluate.continuations import requests_of

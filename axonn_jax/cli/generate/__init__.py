@@ -1,4 +1,4 @@
-"""``axonn-jax generate``: continues prompts with a trained model."""
+"""``axonn-jax generate``: continuations of prompts by a trained model."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
 from axonn_jax.terminal import libraries_on_stderr, say
 
-_AT_ONCE = 16
+_DEFAULT_SLOTS = 16
 _MOST_SAMPLES = 1_000_000
 _DTYPES = {"auto": None, "fp32": "float32", "bf16": "bfloat16"}
 
@@ -69,7 +69,7 @@ class Generate:
 
 
 def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
-    """Return RUN_DIR and --base, in the place of names on the Hub their directories in its cache."""
+    """Return RUN_DIR and --base; names on the Hub become their directories in the cache."""
     from axonn_jax.models.huggingface.hub import found
 
     run_dir = found(run_dir, "RUN_DIR", "an existing directory left by `axonn-jax train` or `convert`")
@@ -77,7 +77,7 @@ def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
 
 
 def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
-    """Return the tokenizer of a directory and its number of entries, at most `vocab`: no text has those beyond."""
+    """Return the tokenizer of a directory and its number of entries, at most `vocab`."""
     from axonn_jax.data.tokenize import load
 
     tokenizer = load(run_dir / "tokenizer.json", "RUN_DIR")
@@ -85,12 +85,12 @@ def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
 
 
 def run(args: Generate) -> int:
-    """Print prompts and continuations, on the first process of a run; tokens a second go to stderr.
+    """Print prompts and continuations on the first process of a run, and tokens a second on stderr.
 
     Raises:
-        UserError: the directory is not a run's, or an option is out of range.
+        UserError: The directory holds no model, or an option is out of range.
     """
-    # What is wrong is said before jax is imported, which takes a second: flags by themselves, then the directory.
+    # Report mistakes before importing jax, which takes a second: first those of flags alone, then of the directory.
     if "" in args.stop:
         raise UserError("--stop", "", "a text of at least one character")
     if args.logprobs and not args.json:
@@ -98,8 +98,8 @@ def run(args: Generate) -> int:
     if args.template is not None and not args.chat:
         raise UserError("--template", args.template, "--chat beside it")
     if (args.prompt is None) == (args.prompts is None):
-        given = NOT_GIVEN if args.prompt is None else args.prompt
-        raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")
+        value = NOT_GIVEN if args.prompt is None else args.prompt
+        raise UserError("--prompt", value, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
         raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
@@ -120,7 +120,7 @@ def run(args: Generate) -> int:
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     with as_flags("sampling"):
         sampling = Sampling(**{name: getattr(args, name) for name in names})
-    made = on_grid(shape, args.grid)
+    repeated_shape = on_grid(shape, args.grid)
     tokenizer, entries = tokenizer_of(args.run_dir, shape.vocab)
     prompts = prompts_of(args, tokenizer, shape.seq_len, shape.vocab)
 
@@ -137,24 +137,25 @@ def run(args: Generate) -> int:
     with libraries_on_stderr():
         _, grid = start(args.grid)
     requests = numbered(((own.ids, own.tokens) for own in prompts), args.samples)
-    slots = args.slots or -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
+    # Slots are split over the shards of the batch, so their number is rounded up to a multiple.
+    slots = args.slots or -(-min(_DEFAULT_SLOTS, len(requests)) // replicas) * replicas
     generator = Generator(
         args.run_dir,
         grid,
         base=args.base,
         slots=slots,
         dtype=_DTYPES[args.precision],
-        attention=components.attention_of(args.attention, args.loki, made),
+        attention=components.attention_of(args.attention, args.loki, repeated_shape),
         stops=ends_of(args.run_dir, tokenizer, "RUN_DIR", shape.vocab),
         limit=entries,
     )
-    if args.attention == "loki" and (share := args.loki.share_read(made)) >= 1:
-        heads = f"{made.heads // made.kv_heads} query heads a KV head, each with its own choice"
+    if args.attention == "loki" and (share := args.loki.share_read(repeated_shape)) >= 1:
+        heads = f"{repeated_shape.heads // repeated_shape.kv_heads} query heads a KV head, each with its own choice"
         say(f"warning: Loki reads {share:.2f} of what full attention reads, with {heads}; lower --loki.keys")
     if calibrated is not None:
         vectors, facts = calibrated
         components.check_weights(facts, generator.programs.parts, generator.params, args.run_dir)
-        times = made.kv_heads // shape.kv_heads
+        times = repeated_shape.kv_heads // shape.kv_heads
         generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh, times=times)
     print_texts(generator, tokenizer, prompts, requests, sampling, replace(args, slots=slots))
     return 0

@@ -1,4 +1,4 @@
-"""Prompts from a file, and texts onto a terminal, a pipe or as JSON, on the first process alone."""
+"""Prompts from the command line or a file, and output of generated texts to a terminal, a pipe or as JSON."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ _TOKENS = 100
 
 
 class Prompt(NamedTuple):
-    """Prompt with tokens, the number of tokens to add, and the line's object."""
+    """Prompt with its tokens, the number of tokens to add, and the JSON object of its line."""
 
     text: str
     ids: tuple[int, ...]
@@ -29,9 +29,16 @@ class Prompt(NamedTuple):
 
 
 def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> list[Prompt]:
-    """Return the prompts of a command line; raises ``UserError`` for the first unusable one.
+    """Return the prompts of a command line.
 
-    For a file the error names the line.
+    Args:
+        args: Command line.
+        tokenizer: Tokenizer of the model.
+        seq_len: Most tokens of a text, prompt included.
+        vocab: Entries of the model's vocabulary.
+
+    Raises:
+        UserError: A prompt cannot be used; for a file the error names the line.
     """
     from axonn_jax.data.instructions.chat import ChatTemplate
     from axonn_jax.data.instructions.schemas import tools_of
@@ -49,8 +56,8 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
         text = "" if template else line["prompt"]  # an answer is shown without the template's text
         try:
             if template:
-                alone = [{"role": "user", "content": line.get("prompt")}]
-                messages, tools = line.get("messages", alone), tools_of(line)
+                single_turn = [{"role": "user", "content": line.get("prompt")}]
+                messages, tools = line.get("messages", single_turn), tools_of(line)
                 ids = ids_within(tokenizer, template.text(messages, tools), seq_len, special=False, vocab=vocab)
                 unused += bool(tools) and not template.takes("tools")
             else:
@@ -70,7 +77,7 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
 
 
 def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
-    """Return the objects of a file, a pipe or, as "-", standard input, by line; in a chat perhaps with messages."""
+    # By line number. A pipe, or "-" for standard input, has no size to check beforehand, so reading stops at the limit.
     from axonn_jax.data.prompts import MOST_BYTES, objects_of
     from axonn_jax.documents import read_bytes
 
@@ -97,7 +104,7 @@ def print_texts(
     sampling: "Sampling",
     args: "Generate",
 ) -> None:
-    """Make and print all texts: a single one token by token, several each at the end, in order."""
+    """Generate and print all texts: a single one token by token, several in order as soon as each is complete."""
     from axonn_jax.inference.texts import write
 
     first = generator.grid.rank == 0
@@ -128,14 +135,14 @@ def print_texts(
 
 
 class _Speed:
-    """Count of tokens and their time, the generator's first results apart: these include compilation."""
+    """Counter of tokens a second that excludes the first result of every slot, which include compilation."""
 
     def __init__(self, at_once: int):
         self._at_once, self._began = at_once, time.perf_counter()
         self.pieces, self._tokens, self._early, self._warm = 0, 0, 0, self._began
 
     def count(self, tokens: int) -> None:
-        """Take the tokens of a piece."""
+        """Add the tokens of a piece."""
         self.pieces, self._tokens = self.pieces + 1, self._tokens + tokens
         if self.pieces <= self._at_once:
             self._early, self._warm = self._tokens, time.perf_counter()
@@ -143,12 +150,12 @@ class _Speed:
     def __str__(self) -> str:
         now = time.perf_counter()
         line = f"{self._tokens:,} tokens in {now - self._began:.1f} s with prompts and compilation"
-        if rest := self._tokens - self._early:
-            line += f"; the last {rest:,}: {rest / (now - self._warm):,.1f} tokens/s"
+        if warm_tokens := self._tokens - self._early:
+            line += f"; the last {warm_tokens:,}: {warm_tokens / (now - self._warm):,.1f} tokens/s"
         return line
 
 
 def _put(text: str) -> None:
-    """Write the text unchanged to a pipe or a file; on a terminal without control characters."""
+    # Control characters could take over a terminal; pipes and files get the text unchanged.
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
