@@ -1,1 +1,1 @@
-"""Evaluation on ParEval's terms: its files and metrics, a small suite, and a sandbox for generated programs."""
+"""Evaluation of generated programs: ParEval's files and metrics, a small suite, and a sandbox."""

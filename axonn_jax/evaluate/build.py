@@ -1,4 +1,4 @@
-"""Compiled programs: a problem's driver and a sample, by the site's C++ compiler, under limits."""
+"""Compilation of samples with their problem's driver, by a C++ compiler under limits."""
 
 import os
 import shlex
@@ -14,34 +14,44 @@ from axonn_jax.evaluate.sandbox import Ended, Limits, run
 from axonn_jax.evaluate.suite import Problem, headers
 
 FLAGS = {"serial": ("-std=c++17", "-O3"), "omp": ("-std=c++17", "-O3", "-fopenmp")}
-"""ParEval's flags for each execution model."""
+"""ParEval's compiler flags, by execution model."""
 _LIMITS = Limits(seconds=30.0, memory=8 << 30, threads=4, file=256 << 20)
 _SHOWN = 600
 
 
-def compiler(given: str | None) -> list[str]:
-    """Return the words that start the compiler: given, of the variable CXX, or c++ or g++ on the path.
+def compiler(command: str | None) -> list[str]:
+    """Return the words that start the compiler.
+
+    Args:
+        command: Command line of the compiler; None for $CXX, or else c++ or g++ on the path.
 
     Raises:
-        UserError: there is none.
+        UserError: There is no such compiler.
     """
-    names = [given] if given else [name for name in (os.environ.get("CXX"), "c++", "g++") if name]
+    names = [command] if command else [name for name in (os.environ.get("CXX"), "c++", "g++") if name]
     for name in names:
         words = shlex.split(name)
         if words and (path := shutil.which(words[0])):
             return [str(Path(path).absolute()), *words[1:]]
-    raise UserError("--compiler", given or " or ".join(names), "a C++ compiler with OpenMP on the path, such as g++")
+    raise UserError("--compiler", command or " or ".join(names), "a C++ compiler with OpenMP on the path, such as g++")
 
 
 class Built(NamedTuple):
-    """Program, or the reason why there is none."""
+    """Path of a built program, or the compiler's error."""
 
     path: Path | None
     error: str
 
 
 class Builder:
-    """Compiler in a folder of its own; headers for an execution model and a problem's driver are compiled once."""
+    """Compiler with a build folder, in which headers and drivers are compiled only once.
+
+    Args:
+        suite: Name of the suite.
+        command: Words that start the compiler.
+        folder: Empty build folder.
+        as_root: True to let the compiler keep root's rights.
+    """
 
     def __init__(self, suite: str, command: Sequence[str], folder: Path, *, as_root: bool):
         self._command, self._folder, self._limits = list(command), folder, replace(_LIMITS, as_root=as_root)
@@ -54,12 +64,13 @@ class Builder:
         hand_over(ready, as_root=as_root)
 
     def build(self, problem: Problem, model: str, source: str) -> Built:
-        """Compile a sample's source together with its problem's driver.
+        """Compile the source of a sample together with the driver of its problem.
 
         Raises:
-            UserError: the driver itself is not compiled.
+            UserError: The compiler fails on the driver.
         """
-        if model not in self._headers:  # a compiler without this form reads the header itself
+        # The compiler picks the precompiled header that fits its flags, and reads the plain one if there is none.
+        if model not in self._headers:
             self._run([*FLAGS[model], "-x", "c++-header", "prelude.hpp", "-o", f"prelude.hpp.gch/{model}"])
             self._headers.add(model)
         driver = self._drivers.get(problem.name) or self._driver(problem)
@@ -74,7 +85,7 @@ class Builder:
         source.write_text(problem.driver(), encoding="utf-8")
         target = source.with_suffix(".o")
         ended = self._run([*FLAGS["serial"], "-c", source.name, "-o", target.name])
-        source.unlink()  # out of a sample's reach: it has the reference solution
+        source.unlink()  # it contains the reference solution, which a sample could include
         if ended.status or not target.is_file():
             accepted = f"a compiler that builds the suite's own programs; {_line(ended)}"
             raise UserError("--compiler", shlex.join(self._command), accepted)
@@ -82,18 +93,18 @@ class Builder:
         return target
 
     def _run(self, words: Sequence[str]) -> Ended:
-        environ = {"TMPDIR": ".", "LC_ALL": "C"}  # nobody may not see the way to it
+        # The user nobody may have no access to the parents of the build folder, so name it relatively.
+        environ = {"TMPDIR": ".", "LC_ALL": "C"}
         return run([*self._command, *words], self._folder, self._limits, filtered=False, environ=environ)
 
 
 def hand_over(folder: Path, *, as_root: bool) -> None:
-    """Give a folder to the user as whom programs run, where that is another one."""
+    """Change a folder's owner to nobody if programs of this process run as nobody."""
     if os.geteuid() == 0 and not as_root:
         os.chown(folder, jail.NOBODY, jail.NOBODY)
 
 
 def _line(ended: Ended) -> str:
-    """Return the first error of a compiler."""
     lines = [" ".join(line.split()) for line in ended.errors.splitlines()]
     first = next((line for line in lines if "error" in line or "undefined" in line), "".join(lines[:1]))
     return (ended.stopped or first or f"status {ended.status}")[:_SHOWN]

@@ -1,4 +1,4 @@
-"""Continuations of a suite's prompts by a model: the bodies of functions."""
+"""Generation of function bodies for a suite's prompts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,20 +17,20 @@ from axonn_jax.models.config import ModelShape
 def requests_of(
     entries: Sequence[Entry], tokenizer: Any, form: PromptForm, shape: ModelShape, *, samples: int, tokens: int
 ) -> list[Request]:
-    """Return requests for samples of every prompt.
+    """Return the generation requests for the samples of every prompt.
 
     Args:
         entries: ParEval's prompts.
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         form: Form of the prompts.
-        shape: Sizes of the model: most tokens of a text, prompt included, and entries of the vocabulary.
-        samples: Texts for each prompt.
+        shape: Sizes of the model: its sequence length limits a text, prompt included.
+        samples: Texts per prompt.
         tokens: Most new tokens of a text.
 
     Raises:
-        UserError: a prompt leaves no room, or has a token that the model has not.
+        UserError: A prompt is too long, or has a token outside the model's vocabulary.
     """
-    asked = []
+    prompts = []
     for entry in entries:
         try:
             text = form.text(entry["prompt"])
@@ -38,8 +38,8 @@ def requests_of(
         except UserError as error:
             accepted = f"{error.accepted} ({entry['name']}, {entry['parallelism_model']})"
             raise UserError("--suite", error.value, accepted) from None
-        asked.append((ids, min(tokens, shape.seq_len - len(ids))))
-    return numbered(asked, samples)
+        prompts.append((ids, min(tokens, shape.seq_len - len(ids))))
+    return numbered(prompts, samples)
 
 
 def continuations(
@@ -51,16 +51,16 @@ def continuations(
     sampling: Sampling,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[str]]:
-    """Return bodies of functions for each prompt.
+    """Generate the function bodies for each prompt.
 
     Args:
-        generator: Makes the texts.
-        tokenizer: The model's.
+        generator: Generator of the model.
+        tokenizer: Tokenizer of the model.
         entries: ParEval's prompts.
         form: Form of the prompts.
-        requests: The prompts' requests, as from `requests_of`.
-        sampling: Choice of tokens.
-        progress: Takes the number of texts done.
+        requests: Requests for these prompts, from `requests_of`.
+        sampling: Sampling of tokens.
+        progress: Called with the number of completed texts.
     """
     texts, done, samples = ["" for _ in requests], 0, len(requests) // len(entries)
 

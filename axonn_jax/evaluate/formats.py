@@ -1,4 +1,4 @@
-"""Files of ParEval: prompts, generations and results, each a JSON list with an object for each problem and model."""
+"""ParEval's files of prompts, generations and results: JSON lists of an object per problem and execution model."""
 
 import json
 import math
@@ -18,7 +18,7 @@ Entry = dict[str, Any]
 
 
 def read_prompts(path: Path, field: str) -> list[Entry]:
-    """Read prompts; a file of generations or results holds them too.
+    """Read prompts, which files of generations and results contain too.
 
     Args:
         path: The file.
@@ -28,16 +28,17 @@ def read_prompts(path: Path, field: str) -> list[Entry]:
         The entries, without outputs.
 
     Raises:
-        UserError: the file is not readable or not of this form.
+        UserError: The file is not readable or has another format.
     """
-    entries, left = _File(path, field, "ParEval's prompts").entries(), ("outputs", "raw_outputs")
-    return [{key: value for key, value in entry.items() if key not in left} for entry in entries]
+    entries, excluded = _File(path, field, "ParEval's prompts").entries(), ("outputs", "raw_outputs")
+    return [{key: value for key, value in entry.items() if key not in excluded} for entry in entries]
 
 
 def read_generations(path: Path, field: str) -> list[Entry]:
-    """Read generations, each of whose outputs is a text; of results the generated texts alone.
+    """Read generations, or the generated texts of a file of results, as entries whose outputs are texts.
 
-    Raises ``UserError`` as `read_prompts` does.
+    Raises:
+        UserError: As `read_prompts`.
     """
     file = _File(path, field, "ParEval's generations")
     entries = file.entries()
@@ -56,9 +57,10 @@ def read_generations(path: Path, field: str) -> list[Entry]:
 def read_results(path: Path, field: str) -> list[Judged]:
     """Read the results of samples that were built and run, here or by ParEval's drivers.
 
-    Entries of a problem are read as one; problems that were not judged are left out, as by ParEval's script.
+    Several entries of a problem are merged, and problems that were not judged are skipped, as in ParEval's script.
 
-    Raises ``UserError`` as `read_prompts` does, and for a file without results or a problem judged in part.
+    Raises:
+        UserError: As `read_prompts`, or the file has no results, or those of some samples of a problem only.
     """
     file = _File(path, field, "ParEval's results")
     entries = file.entries()
@@ -85,36 +87,36 @@ def read_results(path: Path, field: str) -> list[Judged]:
 
 
 def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
-    """Return results, as written by this package, as problems."""
+    """Return the problems of results that this package has written."""
     return _File(Path("results"), "results", "results").problems(dict(enumerate(entries)))
 
 
 def samples_of(entries: Sequence[Entry]) -> Counter[tuple[str, str, str]]:
-    """Return the number of outputs of each problem, in all its entries."""
+    """Return the number of outputs of each problem, over all its entries."""
     return Counter(_problem(entry) for entry in entries for _ in entry["outputs"])
 
 
 def write(path: Path, entries: Sequence[Entry], field: str) -> None:
-    """Write a file of ParEval's, whole or not at all; raises ``UserError`` where that is not possible."""
+    """Write a ParEval file atomically; raise ``UserError`` if it cannot be written."""
     raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
     with refused(field, path, "a file that can be written"):
         replace_whole(path, raw)
 
 
 def _problem(entry: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return name, type and execution model, which the entries of a problem share."""
+    # ParEval has no identifier of a problem: entries with equal name, type and execution model are of the same one.
     return entry["name"], entry["problem_type"], entry["parallelism_model"]
 
 
 class _File(NamedTuple):
-    """File of ParEval's, as errors name it."""
+    """ParEval file, with the names for its error messages."""
 
     path: Path
     field: str
     kind: str
 
     def entries(self) -> list[Entry]:
-        """Read the objects of the file; raises ``UserError`` where it is not readable or not of this form."""
+        """Read the objects of the file; raise ``UserError`` if it is not readable or has another format."""
         with refused(self.field, self.path, f"a file of {self.kind}, JSON"):
             value = read_json(self.path, _MOST_BYTES)
         if not isinstance(value, list) or not value:
@@ -128,18 +130,18 @@ class _File(NamedTuple):
         return value
 
     def fault(self, where: str, value: object, accepted: str) -> UserError:
-        """Return the refusal of a value at a place of the file."""
+        """Return the error for a value at a position of the file."""
         shown = " ".join(str(value).split())[:60]
         return UserError(self.field, f"{self.path}{where}", f"{accepted}, as in {self.kind}; here {shown}")
 
     def problems(self, entries: Mapping[int, Mapping[str, Any]]) -> list[Judged]:
-        """Read the problems of entries, by their place in the file, with the samples of all their entries."""
+        """Return the problems of entries, which are numbered by their position in the file."""
         samples: dict[tuple[str, str, str], list[Sample]] = {}
         for at, entry in entries.items():
-            own = samples.setdefault(_problem(entry), [])
+            parsed = samples.setdefault(_problem(entry), [])
             for place, output in enumerate(entry["outputs"]):
-                own.append(self._sample(f"[{at}].outputs[{place}]", place, output))
-        return [Judged(*problem, tuple(own)) for problem, own in samples.items()]
+                parsed.append(self._sample(f"[{at}].outputs[{place}]", place, output))
+        return [Judged(*problem, tuple(parsed)) for problem, parsed in samples.items()]
 
     def _sample(self, where: str, place: int, output: Mapping[str, Any]) -> Sample:
         for key in ("did_build", "is_source_valid"):

@@ -1,4 +1,4 @@
-"""Forms of a prompt: the bare text to continue, or a request in a template; and the function's body in the answer."""
+"""Prompt forms: the bare text to continue, or an instruction in a template; and function bodies in the answers."""
 
 import re
 from collections.abc import Iterator
@@ -14,28 +14,28 @@ _NAME = re.compile(r"(\w+)\s*\([^()]*\)\s*\{?\s*\Z")
 
 
 class Bare:
-    """The prompt itself, which the function's body continues."""
+    """Form without a template: the model continues the prompt with the function's body."""
 
     prompted = False
-    """True for a request, by ParEval's word."""
+    """ParEval's field `prompted`: True for an instruction."""
     special = True
     """True if the tokenizer adds its special tokens to the text."""
 
     def text(self, prompt: str) -> str:
-        """Return the text to continue: the prompt without blanks at its ends."""
+        """Return the text to continue: the prompt without surrounding whitespace."""
         return prompt.strip()
 
     def ended(self, prompt: str, text: str) -> bool:
-        """Return True if a continuation holds the whole function: behind the closing brace."""
+        """Return True if a continuation contains the function's closing brace."""
         return cut(text) is not None
 
     def body(self, prompt: str, text: str) -> str:
-        """Return the function's body in a continuation: the text up to the closing brace."""
+        """Return the function's body: the continuation up to the closing brace."""
         return cut(text) or text
 
 
-class Asked:
-    """ParEval's request to complete a function, in a template; the answer has a block of code."""
+class Instructed:
+    """Form with a template: ParEval's instruction to complete a function, answered by a block of code."""
 
     prompted = True
 
@@ -43,7 +43,7 @@ class Asked:
         self._template, self.special = template, template is None
 
     def text(self, prompt: str) -> str:
-        """Return the request in the template, up to where the answer begins."""
+        """Return the instruction in the template, up to the start of the answer."""
         request = (
             f"Complete the following c++ function.\n{_FENCE}c++{prompt.strip()}{_FENCE}\nWrite only the function "
             f"{_name(prompt)} and no other code. Enclose your solution in {_FENCE}c++ and {_FENCE}."
@@ -54,41 +54,39 @@ class Asked:
         return Alpaca().passages(Conversation([user, {"role": "assistant", "content": ""}]), ())[0].text
 
     def ended(self, prompt: str, text: str) -> bool:
-        """Return True behind a block of code that names the function: `body` takes none after it."""
+        """Return True after a complete block of code that names the function, the one that `body` takes."""
         return any(closed and _place(_name(prompt), block) >= 0 for block, closed in _BLOCK.findall(text))
 
     def body(self, prompt: str, text: str) -> str:
-        """Return the body of the function in the first block that holds it, or of the first block."""
+        """Return the function's body from the first block that names the function, or else from the first block."""
         blocks, name = [block for block, _ in _BLOCK.findall(text)] or [text], _name(prompt)
         block = next((block for block in blocks if _place(name, block) >= 0), blocks[0])
         return body_of(name, block)
 
 
-PromptForm = Bare | Asked
+PromptForm = Bare | Instructed
 """Form of a prompt."""
 
 
 def form_of(template: str, folder: Path) -> PromptForm:
-    """Return the form of a template, or of none; raise ``UserError`` for an unknown name or a file of no use."""
+    """Return the prompt form of a template; raise ``UserError`` for an unknown name or an unusable file."""
     if template == "none":
         return Bare()
-    return Asked(None if template == "alpaca" else chat_template_of(template, folder, ""))
+    return Instructed(None if template == "alpaca" else chat_template_of(template, folder, ""))
 
 
 def _name(prompt: str) -> str:
-    """Return the name of the function that a prompt ends with."""
     match = _NAME.search(prompt.strip().splitlines()[-1])
     return match[1] if match else ""
 
 
 def _place(name: str, text: str) -> int:
-    """Return where a text has a name as a whole word, or -1."""
-    found = re.search(rf"\b{name}\b", text)
-    return found.start() if found else -1
+    match = re.search(rf"\b{name}\b", text)
+    return match.start() if match else -1
 
 
 def cut(text: str) -> str | None:
-    """Return a function's body up to its closing brace, None without one; braces in literals and comments are text."""
+    """Return a function's body up to its closing brace, ignoring literals and comments; None without such a brace."""
     depth = 1
     for at in _code(text):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -98,14 +96,14 @@ def cut(text: str) -> str | None:
 
 
 def body_of(name: str, text: str) -> str:
-    """Return the body of a function in a text, closing brace included; a text without the name is the body itself."""
+    """Return a function's body with its closing brace; a text that does not name the function is taken as the body."""
     opening = text.find("{", place) if name and (place := _place(name, text)) >= 0 else -1
-    rest = text[opening + 1 :]
-    return cut(rest) or rest
+    tail = text[opening + 1 :]
+    return cut(tail) or tail
 
 
 def _code(text: str) -> Iterator[int]:
-    """Indices of characters outside of literals and comments."""
+    # Yields the indices of characters outside of literals and comments.
     at = 0
     while at < len(text):
         char, pair = text[at], text[at : at + 2]
@@ -113,7 +111,7 @@ def _code(text: str) -> Iterator[int]:
             end = "\n" if pair == "//" else "*/"
             last = text.find(end, at + 2)
             at = len(text) if last < 0 else last + len(end)
-        elif char in "\"'" and not (char == "'" and at and text[at - 1].isalnum()):  # 1'000 is a number
+        elif char in "\"'" and not (char == "'" and at and text[at - 1].isalnum()):  # 1'000 is one number
             at += 1
             while at < len(text) and text[at] not in (char, "\n"):
                 at += 2 if text[at] == "\\" else 1

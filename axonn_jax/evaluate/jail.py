@@ -1,8 +1,8 @@
-"""Program of its own: takes limits, gives up rights, and becomes the program named on its command line.
+"""Launcher that sets limits, drops privileges, installs a filter of system calls, and executes a program.
 
 Run by path, without the package: ``python -I -S jail.py '{"memory": ..., ...}' PROGRAM ARGUMENTS...``. Under the filter
-a program may compute, read files and start threads. Any other system call fails; one for a process, a file to write
-or the network raises SIGSYS. Root is under the filter as others are.
+a program may compute, read files and start threads. Other system calls fail; those that start a process, write a file
+or use the network raise SIGSYS. The filter applies to root too.
 """
 
 import ctypes
@@ -16,10 +16,10 @@ import sys
 from typing import Any
 
 RESULTS = 3
-"""Descriptor of a program's results."""
+"""File descriptor to which a program writes its results."""
 NOBODY = 65534
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables below, and the kernel's number, of each kind of processor."""
+"""Column of the tables below, and the kernel's audit number, by processor architecture."""
 ALLOWED = """
 read 0 63|write 1 64|close 3 57|stat 4 -|fstat 5 80|lstat 6 -|lseek 8 62|mmap 9 222|mprotect 10 226|munmap 11 215
 brk 12 214|rt_sigprocmask 14 135|rt_sigreturn 15 139|pread64 17 67|readv 19 65|writev 20 66|access 21 -
@@ -47,20 +47,20 @@ renameat2 316 276|memfd_create 319 279
 """,
     "another handler of SIGSYS": "rt_sigaction 13 134",
 }
-"""System calls that raise SIGSYS, by what they are for; `clone` of a thread, opening to read, and handlers of other
-signals are allowed."""
+"""System calls that raise SIGSYS, by purpose. Allowed are `clone` of a thread, opening to read, and handlers of other
+signals."""
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _FAIL, _TRAP, _KILL = 0x7FFF0000, 0x00050000 | 38, 0x00030000, 0x80000000  # 38: ENOSYS
 _THREAD = 0x10000
 _DRIVERS = 0x61786F6E
-"""Fifth argument of the driver's own call for a handler of SIGSYS, which the kernel does not read."""
+"""Fifth argument that marks the driver's own call of `rt_sigaction` for SIGSYS; the kernel ignores it."""
 _WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Return the system calls of a table for a kind of processor, by name."""
+    """Return the numbers of a table's system calls in a column, by name."""
     entries = [entry.split() for line in table.split("\n") for entry in line.split("|") if entry]
     return {entry[0]: int(entry[1 + column]) for entry in entries if entry[1 + column] != "-"}
 
@@ -69,8 +69,8 @@ def purpose(number: int) -> str:
     """Return the purpose and the name of a refused system call, as in "the network (socket)"."""
     column, _ = MACHINES.get(platform.machine(), (0, 0))
     for text, table in REFUSED.items():
-        for name, own in numbers(table, column).items():
-            if own == number:
+        for name, call_number in numbers(table, column).items():
+            if call_number == number:
                 return f"{text} ({name})"
     return f"system call {number}"
 
@@ -80,7 +80,7 @@ def _argument(index: int, high: bool = False) -> tuple[int, int, int, int]:
 
 
 def _rules(column: int) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Return instructions for each system call, by number; the last ones return."""
+    # Instructions by number of the system call; the jumps stay inside a rule, and its last instructions return.
     allowed, refused = numbers(ALLOWED, column), numbers("\n".join(REFUSED.values()), column)
     allow, trap, fail = ((_RETURN, 0, 0, action) for action in (_ALLOW, _TRAP, _FAIL))
     rules = {number: [trap] for number in refused.values()} | {number: [allow] for number in allowed.values()}
@@ -88,17 +88,24 @@ def _rules(column: int) -> dict[int, list[tuple[int, int, int, int]]]:
     rules[refused["openat"]] = [_argument(2), (_ANY_BIT, 0, 1, _WRITES), trap, allow]
     if "open" in refused:
         rules[refused["open"]] = [_argument(1), (_ANY_BIT, 0, 1, _WRITES), trap, allow]
-    rules[refused["tgkill"]] = [_argument(0), (_EQUAL, 0, 1, os.getpid()), allow, trap]  # abort() calls it
+    rules[refused["tgkill"]] = [
+        _argument(0),
+        (_EQUAL, 0, 1, os.getpid()),
+        allow,
+        trap,
+    ]  # for abort()
     handler = [_argument(0), (_EQUAL, 0, 3, signal.SIGSYS), _argument(4), (_EQUAL, 1, 0, _DRIVERS)]
-    rules[refused["rt_sigaction"]] = [*handler, trap, allow]  # a sample's own would go on behind a refused call
-    own = [_argument(0), (_EQUAL, 0, 5, 0), _argument(2), (_EQUAL, 0, 3, 0), _argument(2, True), (_EQUAL, 0, 1, 0)]
-    rules[(302, 261)[column]] = [*own, allow, fail]  # prlimit64: reads limits of this process
+    # With a handler of its own, a sample could continue after a refused call.
+    rules[refused["rt_sigaction"]] = [*handler, trap, allow]
+    checks = [_argument(0), (_EQUAL, 0, 5, 0), _argument(2), (_EQUAL, 0, 3, 0), _argument(2, True), (_EQUAL, 0, 1, 0)]
+    rules[(302, 261)[column]] = [*checks, allow, fail]  # prlimit64, only to read limits of this process
     return rules
 
 
 def filter_program(machine: str) -> bytes:
-    """Return the filter for a kind of processor, as the kernel reads it."""
+    """Return the filter for a processor architecture as a classic BPF program."""
     column, kernels = MACHINES[machine]
+    # Kill calls of another architecture's table, such as 32-bit calls: their numbers mean other system calls.
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, kernels), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for number, rule in _rules(column).items():
         program += [(_EQUAL, 0, len(rule), number), *rule]
@@ -106,24 +113,24 @@ def filter_program(machine: str) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _control(libc: ctypes.CDLL, what: str, option: int, value: int, pointer: object = None) -> None:
+def _control(libc: ctypes.CDLL, label: str, option: int, value: int, pointer: object = None) -> None:
     if libc.prctl(option, ctypes.c_ulong(value), pointer, ctypes.c_ulong(0), ctypes.c_ulong(0)):
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"{label}: {os.strerror(ctypes.get_errno())}")
 
 
 def _filter(libc: ctypes.CDLL) -> None:
     raw = filter_program(platform.machine())
-    kept = ctypes.create_string_buffer(raw, len(raw))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(raw) // 8, ctypes.addressof(kept)))
+    instructions = ctypes.create_string_buffer(raw, len(raw))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(raw) // 8, ctypes.addressof(instructions)))
     _control(libc, "a filter of system calls", _PR_SET_SECCOMP, 2, program)
 
 
-def enter(given: dict[str, Any], program: list[str]) -> None:
-    """Become the program, under the limits given; raises ``OSError`` where a limit cannot be set."""
-    os.dup2(given["results"], RESULTS)
+def enter(orders: dict[str, Any], program: list[str]) -> None:
+    """Execute the program under limits, in place of this one; raise ``OSError`` if a limit cannot be set."""
+    os.dup2(orders["results"], RESULTS)
     libc = ctypes.CDLL(None, use_errno=True)
-    file = os.open(program[0], os.O_RDONLY | os.O_CLOEXEC)  # perhaps out of sight of nobody
-    if given["nobody"]:
+    file = os.open(program[0], os.O_RDONLY | os.O_CLOEXEC)  # nobody may have no access to its path
+    if orders["nobody"]:
         try:
             os.setgroups([])
             os.setgid(NOBODY)
@@ -133,16 +140,16 @@ def enter(given: dict[str, Any], program: list[str]) -> None:
     _control(libc, "an end with the command", _PR_SET_PDEATHSIG, signal.SIGKILL)
     _control(libc, "no new rights", _PR_SET_NO_NEW_PRIVS, 1)
     limits = {
-        resource.RLIMIT_AS: given["memory"],
-        resource.RLIMIT_CPU: given["cpu"],
-        resource.RLIMIT_FSIZE: given["file"],
+        resource.RLIMIT_AS: orders["memory"],
+        resource.RLIMIT_CPU: orders["cpu"],
+        resource.RLIMIT_FSIZE: orders["file"],
         resource.RLIMIT_CORE: 0,
     }
     for name, most in limits.items():
         _, hard = resource.getrlimit(name)
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(name, (least, least))
-    if given["filtered"]:
+    if orders["filtered"]:
         _filter(libc)
     os.execve(file, program, dict(os.environ))
 
@@ -151,6 +158,7 @@ if __name__ == "__main__":
     orders = json.loads(sys.argv[1])
     try:
         enter(orders, sys.argv[2:])
-    except OSError as fault:  # said with a word that the program cannot know
+    except OSError as fault:
+        # The word is random, so that a program cannot fake a failure of the sandbox.
         os.write(RESULTS, f"{orders['failed']}{fault}\n".encode())
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Samples judged: built, run with each number of threads, and written down as ParEval's drivers do."""
+"""Judge of samples: builds them, runs them with every number of threads, and reports like ParEval's drivers."""
 
 import json
 import os
@@ -20,32 +20,32 @@ from axonn_jax.evaluate.suite import MODELS, Problem
 from axonn_jax.terminal import say
 
 _A_THREAD = 160 << 20
-"""Address space of a thread: its stack and its part of the heap."""
+"""Bytes of address space for a thread: its stack and its share of the heap."""
 _NEEDED = {"serial": "", "omp": "#pragma omp"}
 _SEED = 1
 _WRITABLE = "a file that can be written"
 _SECONDS = re.compile(r"[0-9]{1,9}\.[0-9]{9}")
-"""A time as the driver writes it: a sample may write others to the same descriptor."""
+"""Format of the driver's times; a sample can write other text to the same descriptor."""
 
 
 def threads_of(model: str) -> list[int]:
-    """Return the numbers of threads to run with: powers of two up to the cores, 64 at most."""
+    """Return the numbers of threads to run with: powers of two up to the cores, at most 64; 1 for serial programs."""
     cores = len(os.sched_getaffinity(0))
     return [1] if model == "serial" else [2**power for power in range(7) if 2**power <= cores]
 
 
 class Judge:
-    """Builds and runs the samples of a suite under limits; closed by the end of its `with`."""
+    """Judge that builds and runs the samples of a suite under limits; made by `judging`."""
 
     def __init__(self, builder: Builder, empty: Path, limits: Limits):
         self._builder, self._empty, self.limits = builder, empty, limits
         self._references: dict[tuple[str, str], float] = {}
 
     def output(self, problem: Problem, model: str, prompt: str, text: str) -> dict[str, Any]:
-        """Build and run a sample: an entry of ParEval's results; runs end at the first invalid one.
+        """Build and run a sample, up to its first invalid run, and return an output of ParEval's results.
 
         Raises:
-            UserError: the reference solution does not pass here.
+            UserError: The problem's reference solution does not pass on this machine.
         """
         if (problem.name, model) not in self._references:
             self._reference(problem, model)
@@ -77,7 +77,7 @@ class Judge:
         }
 
     def _reference(self, problem: Problem, model: str) -> None:
-        """Check that the reference solution passes: else the machine is at fault, not a sample."""
+        # If even the reference solution fails, the machine is at fault, and samples would be judged wrongly.
         done = self._judged(problem, model, problem.prompt(model), problem.reference(model))
         if not done["are_all_valid"]:
             why = done["build_error"] or done["runs"][-1]["stopped"] or "its result is wrong"
@@ -93,11 +93,11 @@ class Judge:
         times = [values.get(name, "") for name in ("Time", "BestSequential")]
         did_run = ended.status == 0 and not ended.stopped
         valid = did_run and values.get("Validation") == "PASS" and all(map(_SECONDS.fullmatch, times))
-        own, sequential = map(float, times) if valid else (None, None)
+        runtime, sequential = map(float, times) if valid else (None, None)
         return {
             "did_run": did_run,
             "is_valid": valid,
-            "runtime": own,
+            "runtime": runtime,
             "best_sequential_runtime": sequential,
             "stopped": ended.stopped,
         }
@@ -105,12 +105,12 @@ class Judge:
 
 @contextmanager
 def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judge]:
-    """Give a judge with folders of its own, removed at the end.
+    """Provide a judge with temporary folders, which are removed at the end.
 
     Args:
         suite: Name of the suite.
         command: Words that start the compiler.
-        limits: Most that a run may take, of memory beyond that of its threads.
+        limits: Limits of a run; every thread adds to the memory.
     """
     with tempfile.TemporaryDirectory(prefix="axonn-jax-") as place:
         folders = [Path(place) / name for name in ("build", "empty")]
@@ -125,33 +125,35 @@ def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judg
 def resumable_results(
     path: Path, settings: Sequence[object]
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, Any]], None]]]:
-    """Give the results of a stopped evaluation in order, and a function that adds the next one.
+    """Provide the results of an interrupted evaluation in order, and a function that appends the next one.
 
     Args:
-        path: File of an evaluation under way: a line for the settings and one for each result; removed at the end.
-        settings: Texts and options of the evaluation; results under other ones are dropped, which a line says.
+        path: File of the evaluation in progress, with a line for the settings and one per result; removed at the end.
+        settings: Texts and options of the evaluation; results of other settings are dropped, with a message.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: The file cannot be written.
     """
-    head, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
+    header, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
     results: list[dict[str, Any]] = []
     with refused("--out", path, _WRITABLE):
-        with suppress(FileNotFoundError, ValueError), open_regular(path) as made:
-            raw = made.read()
-        first, *lines = raw.split(b"\n")[:-1] or [b""]  # a stop may have cut the last line
+        with suppress(FileNotFoundError, ValueError), open_regular(path) as stored:
+            raw = stored.read()
+        first, *lines = raw.split(b"\n")[:-1] or [b""]  # an interruption may have truncated the last line
         with suppress(ValueError):
-            results += (parse_json(line) for line in lines if first == head)
+            results += (parse_json(line) for line in lines if first == header)
         if lines:
-            rest = "are not judged again" if first == head else "were of other texts or options: all are judged anew"
-            say(f"{path}: {len(results) or len(lines)} programs judged before {rest}")
+            verdict = (
+                "are not judged again" if first == header else "were of other texts or options: all are judged anew"
+            )
+            say(f"{path}: {len(results) or len(lines)} programs judged before {verdict}")
         if results:
-            replace_whole(path, b"\n".join([head, *lines[: len(results)], b""]))
+            replace_whole(path, b"\n".join([header, *lines[: len(results)], b""]))
 
     def add(result: dict[str, Any]) -> None:
         with refused("--out", path, _WRITABLE):
             if not results:
-                replace_whole(path, head + b"\n")
+                replace_whole(path, header + b"\n")
             with path.open("a", encoding="ascii") as file:
                 print(json.dumps(result), file=file)
         results.append(result)
@@ -162,26 +164,26 @@ def resumable_results(
 
 def judge_all(
     judge: Judge,
-    known: Sequence[Problem],
+    problems: Sequence[Problem],
     entries: Sequence[dict[str, Any]],
-    judged: Sequence[dict[str, Any]],
+    cached: Sequence[dict[str, Any]],
     *,
     add: Callable[[dict[str, Any]], None],
     progress: Callable[[int, str], None],
-    keep: Callable[[list[dict[str, Any]]], None],
+    save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """Return the results of all entries of a file of generations.
+    """Judge all samples of ParEval's generations and return the results.
 
     Args:
-        judge: Builds and runs.
-        known: Problems of the suite.
-        entries: Entries of ParEval's generations, of execution models of the suite.
-        judged: Results of the first samples, in order, as from `judged_before`.
-        add: Adds a result to them.
-        progress: Takes the number of samples done and the name of the next one's problem.
-        keep: Takes the results so far, with the entries that are still to judge.
+        judge: Judge of the suite.
+        problems: Problems of the suite.
+        entries: Entries of ParEval's generations, of the suite's execution models.
+        cached: Results of the first samples in order, from `resumable_results`.
+        add: Appends a result to `cached`.
+        progress: Called with the number of judged samples and the name of the next sample's problem.
+        save: Called after every entry with the results so far, followed by the entries still to judge.
     """
-    by_name = {problem.name: problem for problem in known}
+    by_name = {problem.name: problem for problem in problems}
     results, done = [], 0
     for entry in entries:
         problem, model = by_name[entry["name"]], entry["parallelism_model"]
@@ -189,10 +191,10 @@ def judge_all(
         outputs = []
         for text in entry["outputs"]:
             progress(done, problem.name)
-            if done == len(judged):
+            if done == len(cached):
                 add(judge.output(problem, model, entry["prompt"], text))
-            outputs.append(judged[done])
+            outputs.append(cached[done])
             done += 1
         results.append(entry | {"outputs": outputs})
-        keep([*results, *entries[len(results) :]])
+        save([*results, *entries[len(results) :]])
     return results

@@ -1,9 +1,9 @@
-"""Metrics of ParEval: build@k, pass@k, speedup_n@k and efficiency_n@k, by the paper or as its script computes them.
+"""ParEval's metrics build@k, pass@k, speedup_n@k and efficiency_n@k, as in the paper or as in its published script.
 
-The script (analysis/metrics.py of ParEval) differs from the paper: it counts a build once for each of its runs, takes
-the worst of k draws for the best, leaves failed samples out, gives 1 for binomials of too few samples, and divides
-OpenMP's speed-up with 32 threads by 8. It takes a sequential answer for a parallel one, and outputs of one index in
-several entries of a problem for one.
+The script (analysis/metrics.py of ParEval) differs from the paper: it counts a build once per run, uses the worst of k
+draws instead of the best, ignores failed samples, takes binomials of too few samples as 1, and divides OpenMP's speedup
+with 32 threads by 8. It accepts sequential answers as parallel ones, and merges outputs of the same index in several
+entries of a problem.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,11 +25,11 @@ _CODE: Mapping[str, tuple[tuple[int | None, int | None], int]] = {
     "mpi": ((512, None), 512),
     "mpi+omp": ((4, 64), 256),
 }
-"""The script's processes and threads of the runs that count, and what it divides by, for each execution model."""
+"""Processes and threads of the runs that the script counts, and its divisor of the speedup, by execution model."""
 
 
 class TimedRun(NamedTuple):
-    """Run of a built sample, with the time of the generated function."""
+    """Timed run of a built sample."""
 
     valid: bool
     seconds: float | None
@@ -39,7 +39,7 @@ class TimedRun(NamedTuple):
 
     @property
     def resources(self) -> int:
-        """Threads of all processes."""
+        """Number of threads over all processes."""
         return (self.processes or 1) * (self.threads or 1)
 
 
@@ -49,26 +49,26 @@ class Sample(NamedTuple):
     built: bool
     runs: tuple[TimedRun, ...] = ()
     sequential: float | None = None
-    """Time of the best sequential program, in seconds."""
+    """Seconds of the best sequential program."""
     parallel: bool = True
-    """True if the text uses its execution model, as the drivers' `is_source_valid` says."""
+    """True if the text uses its execution model, ParEval's field `is_source_valid`."""
     place: int = 0
-    """Index in its entry of the file."""
+    """Index among the outputs of its entry in the file."""
 
     @property
     def valid(self) -> bool:
-        """True if there are runs and all are valid."""
+        """True if the sample has runs and all of them are valid."""
         return self.built and bool(self.runs) and all(run.valid for run in self.runs)
 
     @property
     def correct(self) -> bool:
-        """True if valid and, as the paper asks, in its execution model."""
+        """True if the sample is valid and, as the paper requires, uses its execution model."""
         return self.valid and self.parallel
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Problem in one execution model, with its samples."""
+    """Problem in one execution model, with its judged samples."""
 
     name: str
     kind: str
@@ -77,16 +77,16 @@ class Judged:
 
     @property
     def sequential(self) -> float:
-        """The least time of the sequential program, in seconds; 0 if none was measured."""
+        """Shortest time of the sequential program in seconds; 0 if it was not measured."""
         return min((sample.sequential for sample in self.samples if sample.sequential is not None), default=0.0)
 
 
 def pass_at_k(samples: int, good: int, k: int) -> float:
-    """Return the probability that one of k samples, drawn without putting back, is good.
+    """Return the probability that at least one of k samples, drawn without replacement, is good.
 
     Args:
         samples: Number of samples.
-        good: Number of good ones.
+        good: Number of good samples.
         k: Number of draws, at most `samples`.
     """
     draws = comb(samples, k)
@@ -94,15 +94,16 @@ def pass_at_k(samples: int, good: int, k: int) -> float:
 
 
 def best_of_k(values: Sequence[float], k: int) -> float:
-    """Return the expected largest of k values, drawn without putting back."""
+    """Return the expected maximum of k values, drawn without replacement."""
+    # The value of rank j is the maximum of comb(j, k - 1) draws: the other k - 1 are among the j smaller ones.
     ordered, draws = sorted(values), comb(len(values), k)
     return sum(comb(j, k - 1) / draws * value for j, value in enumerate(ordered))
 
 
 def resources_of(problems: Sequence[Judged]) -> int:
-    """Return the threads of all processes of the runs whose speed counts.
+    """Return the threads over all processes of the runs whose speed counts.
 
-    The paper's number for the execution model, or the largest number where no run has the paper's.
+    This is the paper's number for the execution model, or the largest one measured if no run has the paper's.
     """
     used = {run.resources for problem in problems for sample in problem.samples for run in sample.runs}
     papers = _PAPERS_N.get(problems[0].model, 1)
@@ -110,9 +111,9 @@ def resources_of(problems: Sequence[Judged]) -> int:
 
 
 def has_script_runs(problems: Iterable[Judged]) -> bool:
-    """Return True if a run has the processes and threads that the script takes for its execution model."""
+    """Return True if a run has the processes and threads that the script requires for its execution model."""
     return any(
-        _is_chosen(run, _CODE.get(problem.model, _ALL)[0])
+        _counts(run, _CODE.get(problem.model, _ALL)[0])
         for problem in problems
         for sample in problem.samples
         for run in sample.runs
@@ -122,16 +123,16 @@ def has_script_runs(problems: Iterable[Judged]) -> bool:
 def measure(
     problems: Sequence[Judged], k: int, resources: int, definition: Definition = "paper"
 ) -> dict[str, float | None]:
-    """Return the metrics of problems of one execution model, each a mean over problems.
+    """Return the metrics of problems of one execution model, as means over the problems.
 
     Args:
         problems: At least one problem, with at least k samples each.
         k: Number of samples drawn.
-        resources: Threads of all processes of the runs whose speed counts, by the paper's definition.
-        definition: Paper's or script's.
+        resources: Threads over all processes of the runs whose speed counts under the paper's definition.
+        definition: Definition of the metrics.
 
     Returns:
-        A value for each of `NAMES`; no efficiency for programs of a GPU, whose threads the files do not hold.
+        A value for each of `NAMES`; efficiency is None for GPU programs, whose number of threads the files lack.
     """
     values = [_PROBLEM[definition](problem, k, resources) for problem in problems]
     means: dict[str, float | None] = {name: _mean(value[name] for value in values) for name in NAMES}
@@ -139,9 +140,8 @@ def measure(
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Mean of the known values; 0 without any."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else 0.0
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else 0.0
 
 
 def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
@@ -160,14 +160,15 @@ def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None
 
 
 def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
-    wanted, divisor = _CODE.get(problem.model, _ALL)
+    required, divisor = _CODE.get(problem.model, _ALL)
     samples = list(problem.samples)
+    # Faults of the script are reproduced on purpose, so that its published numbers can be compared.
     if problem.model == "kokkos":
         samples = [sample._replace(runs=tuple(run for run in sample.runs if run.threads != 64)) for sample in samples]
     builds = [sample.built for sample in samples for _ in sample.runs or (None,)]
-    chosen = [(sample, [run for run in sample.runs if run.valid and _is_chosen(run, wanted)]) for sample in samples]
-    times = sorted(run.seconds or 0.0 for _, runs in chosen for run in runs)
-    sequential = min((sample.sequential or 0.0 for sample, runs in chosen if runs), default=0.0)
+    counted = [(sample, [run for run in sample.runs if run.valid and _counts(run, required)]) for sample in samples]
+    times = sorted(run.seconds or 0.0 for _, runs in counted for run in runs)
+    sequential = min((sample.sequential or 0.0 for sample, runs in counted if runs), default=0.0)
     draws = _binomial(len(times), k)
     right: dict[int, bool] = {}
     for sample in samples:
@@ -182,13 +183,13 @@ def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]
     }
 
 
-def _is_chosen(run: TimedRun, wanted: tuple[int | None, int | None]) -> bool:
-    pairs = zip((run.processes, run.threads), wanted, strict=True)
-    return all(number is None or own == number for own, number in pairs)
+def _counts(run: TimedRun, required: tuple[int | None, int | None]) -> bool:
+    pairs = zip((run.processes, run.threads), required, strict=True)
+    return all(number is None or value == number for value, number in pairs)
 
 
-def _binomial(number: int, chosen: int) -> int:
-    return 1 if number < chosen else comb(number, chosen)
+def _binomial(number: int, size: int) -> int:
+    return 1 if number < size else comb(number, size)
 
 
 def _script_pass(samples: int, good: int, k: int) -> float:

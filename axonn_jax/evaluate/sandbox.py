@@ -1,4 +1,4 @@
-"""Programs under limits: time, memory, threads, size of files, and for a sample's program a filter of system calls."""
+"""Sandbox for programs: limits of time, memory, threads and file sizes, and a filter of system calls for samples."""
 
 import contextlib
 import json
@@ -21,17 +21,17 @@ from axonn_jax.errors import UserError
 from axonn_jax.evaluate import jail
 
 _TURN_S = 0.02
-_KEPT = 8_192
-"""Bytes kept of a program's errors and of its results."""
-_MOST_THREADS = 256
-_FULL = 0.8
-"""Share of the memory above which a crash is put down to the limit."""
-_PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "TZ")
+_MAX_OUTPUT = 8_192
+"""Most bytes stored of a program's errors, and of its results."""
+_MAX_THREADS = 256
+_NEARLY_FULL = 0.8
+"""Share of the memory limit above which a crash is attributed to the limit."""
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most that a program may take."""
+    """Limits of a program."""
 
     seconds: float
     """Wall-clock time, in seconds."""
@@ -41,7 +41,7 @@ class Limits:
     file: int = 0
     """Size of a written file, in bytes."""
     as_root: bool = False
-    """True to leave root's rights to a program started by root; else it becomes nobody."""
+    """True to let a program started by root keep root's rights; otherwise it runs as nobody."""
 
 
 class Ended(NamedTuple):
@@ -52,14 +52,14 @@ class Ended(NamedTuple):
     results: str
     errors: str
     stopped: str
-    """Reason for which the program was stopped or died; empty for an end of its own."""
+    """Reason why the program was stopped or died; empty if it ended by itself."""
 
 
 def check_sandbox(*, as_root: bool) -> None:
-    """Run a program of no effect; raise ``UserError`` where none can be run under limits."""
+    """Run a program without effect; raise ``UserError`` if programs cannot run under limits here."""
     if not sys.platform.startswith("linux") or (machine := platform.machine()) not in jail.MACHINES:
-        known = " or ".join(jail.MACHINES)
-        raise UserError("--execute", True, f"Linux on {known}, whose system calls the sandbox knows; not {machine}")
+        machines = " or ".join(jail.MACHINES)
+        raise UserError("--execute", True, f"Linux on {machines}, whose system calls the sandbox knows; not {machine}")
     limits = Limits(seconds=30.0, memory=1 << 30, as_root=as_root)
     ended = run([shutil.which("true") or "/bin/true"], Path("/"), limits, filtered=True)
     if ended.status:
@@ -75,21 +75,21 @@ def run(
     filtered: bool,
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a program in a folder until its end, or until a limit.
+    """Run a program in a folder until it ends or exceeds a limit.
 
     Args:
         command: Path of the program, and its arguments.
-        folder: Current directory of the program.
-        limits: Most that the program may take.
-        filtered: True for a filter of system calls: no files to write, no processes, no network.
-        environ: Environment variables beyond the few that are passed on; without a filter, beyond all.
+        folder: Working directory of the program.
+        limits: Limits of the program.
+        filtered: True to filter system calls: no writing of files, no processes, no network.
+        environ: Environment variables to add to the inherited ones, which are only a few under the filter.
 
     Raises:
-        UserError: the system refuses a limit or the filter.
+        UserError: The system refuses a limit or the filter.
     """
-    ours = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} if filtered else os.environ
+    inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ} if filtered else os.environ
     out, results = os.pipe()
-    given = {
+    orders = {
         "results": results,
         "failed": (failed := f"{secrets.token_hex(8)}: "),
         "nobody": os.geteuid() == 0 and not limits.as_root,
@@ -100,12 +100,12 @@ def run(
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", jail.__file__, json.dumps(given), *command],
+            [sys.executable, "-I", "-S", jail.__file__, json.dumps(orders), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             cwd=folder,
-            env={**ours, **(environ or {})},
+            env={**inherited, **(environ or {})},
             pass_fds=(results,),
             start_new_session=True,
         )
@@ -116,18 +116,18 @@ def run(
             texts, stopped = _watch(process, pipe.fileno(), limits)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the number is still this program's
+                os.killpg(process.pid, signal.SIGKILL)  # before wait(), while the number cannot be reused
             status = process.wait()
     lines, errors = (bytes(text).decode(errors="replace") for text in texts)
     if lines.startswith(failed):
-        hint = "; or --as-root" if given["nobody"] else ""
+        hint = "; or --as-root" if orders["nobody"] else ""
         accepted = f"a system that gives the sandbox its means{hint}; missing: {lines.removeprefix(failed).strip()}"
         raise UserError("--execute", True, accepted)
     return Ended(status, lines, errors, stopped or _reason(status, lines, errors, limits))
 
 
 def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> tuple[list[bytearray], str]:
-    """Read what a program writes until its end or a limit: its texts, and the reason for a stop."""
+    # Returns the results and the errors of the program, and the reason for stopping it.
     assert process.stderr is not None
     end = time.monotonic() + limits.seconds
     texts = {results: bytearray(), process.stderr.fileno(): bytearray()}
@@ -137,26 +137,27 @@ def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> 
             selector.register(file, selectors.EVENT_READ)
         stopped = ""
         while not stopped:
+            # WNOWAIT leaves the ended program as a zombie, so that its group can still be signalled safely.
             over = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             ready = selector.select(0 if over else _TURN_S)
             for key, _ in ready:
                 raw = os.read(key.fd, 65_536)
-                texts[key.fd] += raw[: _KEPT - len(texts[key.fd])]
+                texts[key.fd] += raw[: _MAX_OUTPUT - len(texts[key.fd])]
                 if not raw:
                     selector.unregister(key.fd)
             if over and not ready:
                 break
+            # A program may close its outputs and go on: then there is nothing to select on.
             if not over and not selector.get_map():
                 time.sleep(_TURN_S)
-            if _threads(process.pid) > _MOST_THREADS:
-                stopped = f"threads: over {_MOST_THREADS}"
+            if _threads(process.pid) > _MAX_THREADS:
+                stopped = f"threads: over {_MAX_THREADS}"
             elif time.monotonic() > end:
                 stopped = f"time: over {limits.seconds:g} s"
     return list(texts.values()), stopped
 
 
 def _threads(process: int) -> int:
-    """Threads of a process; 0 at its end."""
     try:
         match = re.search(r"^Threads:\s*(\d+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     except OSError:
@@ -165,13 +166,12 @@ def _threads(process: int) -> int:
 
 
 def _reason(status: int, results: str, errors: str, limits: Limits) -> str:
-    """Reason for the end of a program; empty if it ended by itself."""
-    if call := re.search(r"^Forbidden: (?:([0-9]{1,9})|memory)$", results, re.MULTILINE):  # a sample may write others
+    if call := re.search(r"^Forbidden: (?:([0-9]{1,9})|memory)$", results, re.MULTILINE):  # samples can write any text
         return f"forbidden: {jail.purpose(int(call[1]))}" if call[1] else f"memory: over {limits.memory / 2**30:g} GiB"
     if status >= 0:
         return ""
     peak = re.search(r"^VmPeak:\s*([0-9]{1,15}) kB", results, re.MULTILINE)
-    if "bad_alloc" in errors or (peak and 1024 * int(peak[1]) > _FULL * limits.memory):
+    if "bad_alloc" in errors or (peak and 1024 * int(peak[1]) > _NEARLY_FULL * limits.memory):
         return f"memory: over {limits.memory / 2**30:g} GiB"
     reasons: dict[int, str] = {
         signal.SIGSYS: "forbidden: a system call",
@@ -179,5 +179,5 @@ def _reason(status: int, results: str, errors: str, limits: Limits) -> str:
         signal.SIGKILL: "time: killed",
         signal.SIGXFSZ: f"file: over {limits.file:,} bytes",
     }
-    names = {number.value: number.name for number in signal.Signals}  # of most real-time signals there is none
+    names = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
     return reasons.get(-status, f"crash: {names.get(-status, f'signal {-status}')}")

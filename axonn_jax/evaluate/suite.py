@@ -1,4 +1,4 @@
-"""Suites of problems: prompts, reference solutions, and the C++ programs that check and time a solution."""
+"""Problem suites: prompts, reference solutions, and the C++ drivers that check and time a solution."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from axonn_jax.errors import UserError, nearest
 
 SUITES = ("mini",)
 MODELS = ("serial", "omp")
-"""Execution models of the suites."""
+"""Execution models that the suites support."""
 _FOLDER = Path(__file__).parent
 _SECTION = re.compile(r"^//@ (\w+) ?(.*)$", re.MULTILINE)
 _HINTS = {"serial": "", "omp": "   Use OpenMP to compute in parallel.\n"}
@@ -19,16 +19,16 @@ _INCLUDES = {"serial": "", "omp": "#include <omp.h>\n\n"}
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem of a suite."""
+    """Problem of a suite, read from one C++ file."""
 
     kind: str
     """Type of the problem, such as "sort"."""
     sections: Mapping[str, str]
-    """Parts of the problem's file, by name."""
+    """Sections of the problem's file, by name."""
 
     @cached_property
     def name(self) -> str:
-        """Name in files."""
+        """Name in ParEval's files."""
         return self.sections["name"]
 
     @cached_property
@@ -38,7 +38,7 @@ class Problem:
 
     @cached_property
     def signature(self) -> str:
-        """The last line of the prompt, without its brace."""
+        """Signature of the function: the prompt's last line without its brace."""
         return self.sections["prompt"].splitlines()[-1].removesuffix("{").rstrip()
 
     def prompt(self, model: str) -> str:
@@ -47,23 +47,23 @@ class Problem:
         return f"{_INCLUDES[model]}{self.types}{text}"
 
     def reference(self, model: str) -> str:
-        """Return a right continuation of the prompt."""
+        """Return a correct continuation of the prompt."""
         return self.sections[model]
 
     @property
     def types(self) -> str:
-        """Types that the prompt begins with."""
+        """Type definitions at the start of the prompt."""
         return f"{self.sections['types']}\n\n" if "types" in self.sections else ""
 
     def driver(self) -> str:
-        """Return the program that checks and times the function."""
+        """Return the C++ program that checks and times the function."""
         best = f"namespace reference {{\n{self.signature} {{\n{self.reference('serial')}\n}}"
-        own = [self.types, f"{self.signature};", best, "namespace {", self.sections["driver"], "}"]
-        return "\n".join(['#include "prelude.hpp"', '#include "draw.hpp"', *own, '#include "driver.hpp"', ""])
+        sources = [self.types, f"{self.signature};", best, "namespace {", self.sections["driver"], "}"]
+        return "\n".join(['#include "prelude.hpp"', '#include "draw.hpp"', *sources, '#include "driver.hpp"', ""])
 
 
 def problems(suite: str) -> list[Problem]:
-    """Return the problems of a suite, by type; raises ``UserError`` for an unknown suite."""
+    """Return the problems of a suite in the order of their types; raise ``UserError`` for an unknown suite."""
     if suite not in SUITES:
         accepted = f"one of {', '.join(SUITES)}, or a file of ParEval's prompts, FILE.json"
         raise UserError("--suite", suite, accepted + nearest(suite, SUITES))
@@ -71,7 +71,7 @@ def problems(suite: str) -> list[Problem]:
 
 
 def headers(suite: str) -> dict[str, str]:
-    """Return the headers of a suite's programs, by name."""
+    """Return the texts of a suite's C++ headers, by name."""
     return {path.name: path.read_text(encoding="utf-8") for path in (_FOLDER / suite).glob("*.hpp")}
 
 

@@ -162,7 +162,7 @@ def _judge(args: Evaluate) -> int:
             cached,
             add=add,
             progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
-            keep=lambda results: write(out, results, "--out"),
+            save=lambda results: write(out, results, "--out"),
         )
     report = figures(judged(judged_entries), args.k, args.metrics)
     return _print(args, report | {"suite": args.suite, "results": str(out), "ends": ends(judged_entries)})

@@ -136,7 +136,7 @@ def run(args: Generate) -> int:
 
     with libraries_on_stderr():
         _, grid = start(args.grid)
-    requests = numbered(((own.ids, own.tokens) for own in prompts), args.samples)
+    requests = numbered(((prompt.ids, prompt.tokens) for prompt in prompts), args.samples)
     # Slots are split over the shards of the batch, so their number is rounded up to a multiple.
     slots = args.slots or -(-min(_DEFAULT_SLOTS, len(requests)) // replicas) * replicas
     generator = Generator(
