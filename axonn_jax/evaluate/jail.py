@@ -88,12 +88,8 @@ def _rules(column: int) -> dict[int, list[tuple[int, int, int, int]]]:
     rules[refused["openat"]] = [_argument(2), (_ANY_BIT, 0, 1, _WRITES), trap, allow]
     if "open" in refused:
         rules[refused["open"]] = [_argument(1), (_ANY_BIT, 0, 1, _WRITES), trap, allow]
-    rules[refused["tgkill"]] = [
-        _argument(0),
-        (_EQUAL, 0, 1, os.getpid()),
-        allow,
-        trap,
-    ]  # for abort()
+    # abort() signals a thread of its own process.
+    rules[refused["tgkill"]] = [_argument(0), (_EQUAL, 0, 1, os.getpid()), allow, trap]
     handler = [_argument(0), (_EQUAL, 0, 3, signal.SIGSYS), _argument(4), (_EQUAL, 1, 0, _DRIVERS)]
     # With a handler of its own, a sample could continue after a refused call.
     rules[refused["rt_sigaction"]] = [*handler, trap, allow]
@@ -129,7 +125,7 @@ def enter(orders: dict[str, Any], program: list[str]) -> None:
     """Execute the program under limits, in place of this one; raise ``OSError`` if a limit cannot be set."""
     os.dup2(orders["results"], RESULTS)
     libc = ctypes.CDLL(None, use_errno=True)
-    file = os.open(program[0], os.O_RDONLY | os.O_CLOEXEC)  # nobody may have no access to its path
+    file = os.open(program[0], os.O_RDONLY | os.O_CLOEXEC)  # before becoming nobody, who may not reach it
     if orders["nobody"]:
         try:
             os.setgroups([])

@@ -143,9 +143,8 @@ def resumable_results(
         with suppress(ValueError):
             results += (parse_json(line) for line in lines if first == header)
         if lines:
-            verdict = (
-                "are not judged again" if first == header else "were of other texts or options: all are judged anew"
-            )
+            same = first == header
+            verdict = "are not judged again" if same else "were of other texts or options: all are judged anew"
             say(f"{path}: {len(results) or len(lines)} programs judged before {verdict}")
         if results:
             replace_whole(path, b"\n".join([header, *lines[: len(results)], b""]))
