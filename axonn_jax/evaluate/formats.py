@@ -177,6 +177,7 @@ class _File(NamedTuple):
 
     def _count(self, where: str, values: Mapping[str, Any], key: str) -> int | None:
         value = values.get(key)
+        # bool is a subclass of int, so true would pass as 1.
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31):
             raise self.fault(f"{where}.{key}", value, "an integer of at least 1")
         return value

@@ -116,7 +116,7 @@ def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judg
         folders = [Path(place) / name for name in ("build", "empty")]
         for folder in folders:
             folder.mkdir()
-        Path(place).chmod(0o711)
+        Path(place).chmod(0o711)  # a temporary directory is closed to nobody, as whom root's programs run
         hand_over(folders[0], as_root=limits.as_root)
         yield Judge(Builder(suite, command, folders[0], as_root=limits.as_root), folders[1], limits)
 
@@ -151,7 +151,7 @@ def resumable_results(
 
     def add(result: dict[str, Any]) -> None:
         with refused("--out", path, _WRITABLE):
-            if not results:
+            if not results:  # the file is missing, or of other settings
                 replace_whole(path, header + b"\n")
             with path.open("a", encoding="ascii") as file:
                 print(json.dumps(result), file=file)

@@ -134,6 +134,7 @@ def two_ranks(launcher: str | None, version_text: str) -> list[str]:
     """Return the words that start a command as two ranks on this machine; empty without a launcher."""
     if launcher is None:
         return []
+    # Without these flags Open MPI refuses to run as root, and to start more ranks than there are cores.
     open_mpi = "Open MPI" in version_text
     root = ["--allow-run-as-root"] if open_mpi and os.geteuid() == 0 else []
     return [launcher, *(["--oversubscribe"] if open_mpi else []), *root, "-n", "2"]

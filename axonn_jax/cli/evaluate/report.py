@@ -77,6 +77,7 @@ def _end(output: dict[str, Any]) -> str:
         return "not built"
     if output["are_all_valid"]:
         return "right" if output["is_source_valid"] else "right, but sequential"
+    # Runs end at the first invalid one, so the last run has the reason.
     return output["runs"][-1]["stopped"] or "wrong result"
 
 
