@@ -65,7 +65,7 @@ class Corpus:
     @contextmanager
     def named(self) -> Iterator[None]:
         """Name this setting in errors of the directory, which a manifest raises for `data.path`."""
-        with _named(self.setting):
+        with _error_context(self.setting):
             yield
 
 
@@ -92,14 +92,16 @@ class Corpora:
                 the others, or a name is a corpus's.
         """
         if bool(mix) == bool(path):
-            both = "one of data.path and data.mix, the other left out, as --data.path= and --data.mix= do"
-            accepted = both if path else "a directory written by `axonn-jax prepare`; or several with weights, data.mix"
+            conflict = "one of data.path and data.mix, the other left out, as --data.path= and --data.mix= do"
+            accepted = (
+                conflict if path else "a directory written by `axonn-jax prepare`; or several with weights, data.mix"
+            )
             raise UserError("data.path", path, accepted)
-        setting, given = ("data.mix", mix) if mix else ("data.path", {path: 1.0})
-        names = _names(given, setting)
-        if taken := [name for name in held_out if name in names]:
-            raise UserError("data.held_out", taken[0], f"another name than that of a directory of {setting}")
-        trained = list(map(_read, given, names, _whole(given.values()), [setting] * len(names)))
+        setting, weights = ("data.mix", mix) if mix else ("data.path", {path: 1.0})
+        names = _names(weights, setting)
+        if clashes := [name for name in held_out if name in names]:
+            raise UserError("data.held_out", clashes[0], f"another name than that of a directory of {setting}")
+        trained = list(map(_read, weights, names, _integer_weights(weights.values()), [setting] * len(names)))
         sets = [_read(where, name, 0, "data.held_out") for name, where in held_out.items()]
         for corpus in (*trained[1:], *sets):
             _check_alike(corpus, trained[0].manifest)
@@ -108,17 +110,17 @@ class Corpora:
 
     def counts(self, number: int) -> list[int]:
         """Return how many of the first `number` rows are of each corpus."""
-        rest, weights, counts = number, sum(corpus.weight for corpus in self.trained), list[int]()
+        remaining, weights, counts = number, sum(corpus.weight for corpus in self.trained), list[int]()
         for corpus in self.trained:  # its part of what those before it leave, rounded
-            counts.append((2 * rest * corpus.weight + weights) // (2 * weights))
-            rest, weights = rest - counts[-1], weights - corpus.weight
+            counts.append((2 * remaining * corpus.weight + weights) // (2 * weights))
+            remaining, weights = remaining - counts[-1], weights - corpus.weight
         return counts
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the corpus that a row is of, by its index, and the row's own number in it, through all its epochs."""
-        before = self.counts(number)
-        corpus = next(at for at, count in enumerate(self.counts(number + 1)) if count > before[at])
-        return corpus, before[corpus]
+        previous = self.counts(number)
+        corpus = next(at for at, count in enumerate(self.counts(number + 1)) if count > previous[at])
+        return corpus, previous[corpus]
 
     def epochs(self, number: int, seq_len: int) -> dict[str, float]:
         """Return the epochs of each corpus of several, by name, in the first `number` rows."""
@@ -159,7 +161,7 @@ class Corpora:
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training data; of several corpora, with their weights."""
         prints = [corpus.manifest.fingerprint("train") for corpus in self.trained]
-        mixed = " ".join(f"{corpus.weight} {own}" for corpus, own in zip(self.trained, prints, strict=True))
+        mixed = " ".join(f"{corpus.weight} {digest}" for corpus, digest in zip(self.trained, prints, strict=True))
         return hashlib.sha256(mixed.encode()).hexdigest() if len(prints) > 1 else prints[0]
 
     def check_seq_len(self, seq_len: int) -> None:
@@ -171,7 +173,7 @@ class Corpora:
 
 
 @contextmanager
-def _named(setting: str) -> Iterator[None]:
+def _error_context(setting: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
@@ -180,37 +182,39 @@ def _named(setting: str) -> Iterator[None]:
 
 
 def _read(path: str, name: str, weight: int, setting: str) -> Corpus:
-    with _named(setting):
+    with _error_context(setting):
         manifest = Manifest.load(path)
         manifest.check_tokenizer()  # small, and the run's directory gets a copy
     return Corpus(manifest, name, weight, setting)
 
 
-def _whole(weights: Collection[float]) -> list[int]:
+def _integer_weights(weights: Collection[float]) -> list[int]:
     """Return the smallest whole numbers that are to each other as decimal weights, as typed, are."""
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    return [weight // gcd(*whole) for weight in whole]
+    scaled = [int(weight * scale) for weight in exact]
+    return [weight // gcd(*scaled) for weight in scaled]
 
 
 def _names(paths: Collection[str], setting: str) -> list[str]:
     """Return the last parts of paths, as many as make them distinct; raise ``UserError`` for one given twice."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
-    for path, own in zip(paths, parts, strict=True):
-        if parts.count(own) > 1:
+    for path, components in zip(paths, parts, strict=True):
+        if parts.count(components) > 1:
             raise UserError(setting, path, "directories of which none is given twice")
-    ends = [[own[-length:] for length in range(1, len(own) + 1)] for own in parts]
-    return ["/".join(next(end for end in own if sum(end in other for other in ends) == 1)) for own in ends]
+    ends = [[components[-length:] for length in range(1, len(components) + 1)] for components in parts]
+    return [
+        "/".join(next(end for end in components if sum(end in other for other in ends) == 1)) for components in ends
+    ]
 
 
 def _check_alike(corpus: Corpus, first: Manifest) -> None:
     """Raise ``UserError`` where data has other tokens, or other rows, than the first directory."""
-    own, path = corpus.manifest, str(corpus.manifest.path)
-    ours, theirs = ((m.tokenizer_sha256 or checksum(m.path / TOKENIZER), m.eot_id) for m in (own, first))
+    manifest, path = corpus.manifest, str(corpus.manifest.path)
+    ours, theirs = ((m.tokenizer_sha256 or checksum(m.path / TOKENIZER), m.eot_id) for m in (manifest, first))
     if ours != theirs:
         accepted = f"data with the tokenizer of {first.path}, as `axonn-jax prepare --tokenizer {first.path}` takes it"
         raise UserError(corpus.setting, path, accepted)
-    if own.row != first.row:
+    if manifest.row != first.row:
         kind = f"rows of {first.row - 1} tokens (`prepare --seq-len`)" if first.packed else "a stream of tokens"
         raise UserError(corpus.setting, path, f"{kind}, as {first.path} is")

@@ -56,18 +56,18 @@ def _short(tokenizer: Any, batch: list[tuple[str, str]], begin: Sequence[int], e
     # The "fast" form leaves out character offsets, which nobody here needs.
     encoded = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
     for split in dict.fromkeys(split for split, _ in batch):
-        chosen = [(text, tokens.ids) for (of, text), tokens in zip(batch, encoded, strict=True) if of == split]
-        ids = np.fromiter(chain.from_iterable([*begin, *ids, end] for _, ids in chosen), np.uint32)
-        yield split, sum(len(text.encode()) for text, _ in chosen), ids
+        members = [(text, tokens.ids) for (of, text), tokens in zip(batch, encoded, strict=True) if of == split]
+        ids = np.fromiter(chain.from_iterable([*begin, *ids, end] for _, ids in members), np.uint32)
+        yield split, sum(len(text.encode()) for text, _ in members), ids
 
 
 @dataclass
 class _Piece:
     """A piece of a long document, encoded with some of the text around it."""
 
-    before: str
+    prefix: str
     text: str
-    after: str
+    suffix: str
     ids: NDArray[np.uint32]
     """Tokens of all three."""
     seam: Any
@@ -83,38 +83,38 @@ def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[n
     cut. So each piece is encoded with text of its neighbours, and two pieces are joined where the tokens agree on both
     sides of the seam. Pieces without agreement are encoded as one.
     """
-    held, before, pieces = None, "", _pieces(parts)
+    pending, context, pieces = None, "", _pieces(parts)
     following = next(pieces, None)
     while following is not None:
         texts = [following, *islice(pieces, _GROUP)]
         following = texts.pop() if len(texts) > _GROUP else None
         ends = [text[:_OVERLAP] for text in [*texts[1:], following or ""]]
-        begins = [text[-_OVERLAP:] for text in [before, *texts[:-1]]]
+        begins = [text[-_OVERLAP:] for text in [context, *texts[:-1]]]
         for piece in _encoded(tokenizer, begins, texts, ends):
             size, ids = len(piece.text.encode()), np.empty(0, np.uint32)
-            if held is not None:
-                last = _join(held, piece)
+            if pending is not None:
+                last = _join(pending, piece)
                 if last is None:
-                    (piece,) = _encoded(tokenizer, [held.before], [held.text + piece.text], [piece.after])
-                    piece.first = held.first
+                    (piece,) = _encoded(tokenizer, [pending.prefix], [pending.text + piece.text], [piece.suffix])
+                    piece.first = pending.first
                 else:
-                    ids = held.ids[held.first : last]
+                    ids = pending.ids[pending.first : last]
             yield size, ids
-            held = piece
-        before = texts[-1]
-    if held is not None:
-        yield 0, held.ids[held.first :]
+            pending = piece
+        context = texts[-1]
+    if pending is not None:
+        yield 0, pending.ids[pending.first :]
 
 
 def _pieces(parts: Iterator[str]) -> Iterator[str]:
     """Yield the parts; parts shorter than an overlap are joined to others."""
-    held = ""
+    buffer = ""
     for part in parts:
-        if min(len(held), len(part)) >= _OVERLAP:
-            yield held
-            held = ""
-        held += part
-    yield held
+        if min(len(buffer), len(part)) >= _OVERLAP:
+            yield buffer
+            buffer = ""
+        buffer += part
+    yield buffer
 
 
 def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
@@ -122,24 +122,24 @@ def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str
     # The "fast" form leaves out each token's characters, which take as long as the tokens.
     encodings = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
     seams = tokenizer.encode_batch([text[-_OVERLAP:] + end for _, text, end in around], add_special_tokens=False)
-    for (before, text, after), encoding, seam in zip(around, encodings, seams, strict=True):
-        yield _Piece(before, text, after, np.asarray(encoding.ids, np.uint32), seam)
+    for (prefix, text, suffix), encoding, seam in zip(around, encodings, seams, strict=True):
+        yield _Piece(prefix, text, suffix, np.asarray(encoding.ids, np.uint32), seam)
 
 
-def _join(left: _Piece, right: _Piece) -> int | None:
+def _join(previous: _Piece, following: _Piece) -> int | None:
     """Return the token of ``left`` at which ``right`` takes over, from token ``first`` on; None without agreement.
 
     Compared are tokens of ``left`` from half an overlap before the seam, and of ``right`` to half an overlap behind:
     both away from the cut ends.
     """
-    ids = np.asarray(left.seam.ids, np.uint32)
+    ids = np.asarray(previous.seam.ids, np.uint32)
     low, cut, high = (
-        bisect_left(range(len(ids)), at, key=lambda token: left.seam.token_to_chars(token)[0])
+        bisect_left(range(len(ids)), at, key=lambda token: previous.seam.token_to_chars(token)[0])
         for at in (_OVERLAP // 2, _OVERLAP, _OVERLAP + _OVERLAP // 2)
     )
-    last = len(left.ids) - (len(ids) - cut)
-    agree = np.array_equal(left.ids[len(left.ids) - (len(ids) - low) :], ids[low:])
-    if not (low < cut < high and agree and np.array_equal(right.ids[:high], ids[:high]) and last >= left.first):
+    last = len(previous.ids) - (len(ids) - cut)
+    agree = np.array_equal(previous.ids[len(previous.ids) - (len(ids) - low) :], ids[low:])
+    if not (low < cut < high and agree and np.array_equal(following.ids[:high], ids[:high]) and last >= previous.first):
         return None
-    right.first = cut
+    following.first = cut
     return last

@@ -66,6 +66,6 @@ def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArra
         key = key * _FACTOR + ids[:, place : place + targets] + np.uint64(1)
     for shift, factor in _MIX:
         key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
-    left_out = np.zeros(words.shape, bool)
-    left_out[:, h:] = (key % np.uint64(k) == 0) & (places_of(words, packed=packed)[:, h:] >= h)
-    return leave_out(words, left_out, packed=packed)
+    dropped = np.zeros(words.shape, bool)
+    dropped[:, h:] = (key % np.uint64(k) == 0) & (places_of(words, packed=packed)[:, h:] >= h)
+    return leave_out(words, dropped, packed=packed)

@@ -40,14 +40,14 @@ class TokenSamples:
         integer("model.seq_len", seq_len, 1)
         self.manifest = path if isinstance(path, Manifest) else Manifest.load(path)
         self.seq_len = seq_len
-        chosen = self.manifest.splits[split]
+        info = self.manifest.splits[split]
         self.manifest.check_seq_len(seq_len, [split])
         if verify:
             self.manifest.verify([split])
         self._stride = self.manifest.row or seq_len
         self._length = self.manifest.rows(split, seq_len)
-        self._shards = chosen.shards
-        self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
+        self._shards = info.shards
+        self._starts = np.cumsum([0, *(shard.tokens for shard in info.shards)])
         self._open = _open_shards() if shards is None else shards
 
     def __len__(self) -> int:
@@ -120,9 +120,9 @@ class _Batches:
 
     def place(self, number: int) -> tuple[int, int]:
         """Return which corpus, and which sample of its split, has a global number."""
-        corpus, own = self.data.place(number)
+        corpus, row = self.data.place(number)
         samples = len(self.samples[corpus])
-        epoch, place = divmod(own, samples)
+        epoch, place = divmod(row, samples)
         if self.seed is None:
             return corpus, place
         from grain.experimental import index_shuffle
@@ -212,7 +212,7 @@ class Loader:
         dropped.check()
         order = seed if shuffle else None
         self._batches = _Batches(path, self._samples, tuple(rows), global_batch, position, order, dropped)
-        self._taken = 0
+        self._batches_read = 0
         self._ahead, self._fault = deque[NDArray[np.int32]](), ""
         self._iterator: Any = None
 
@@ -229,7 +229,7 @@ class Loader:
     @property
     def position(self) -> int:
         """The global number of the next batch's first sample; a new loader with this position continues from here."""
-        return self._start + self._taken * self._global_batch
+        return self._start + self._batches_read * self._global_batch
 
     def samples(self, batch: int) -> list[int]:
         """Return the global sample numbers of batch ``batch``, counted from the first position given."""
@@ -250,7 +250,7 @@ class Loader:
         if not self._ahead:
             self._fault = ""  # met again, and raised
             self.ahead(1)
-        self._taken += 1
+        self._batches_read += 1
         return self._ahead.popleft()
 
     def ahead(self, batches: int) -> str:
@@ -290,5 +290,5 @@ class Loader:
 
         options = grain.ReadOptions(num_threads=min(self._prefetch, 1), prefetch_buffer_size=self._prefetch)
         iterator = iter(grain.MapDataset.source(self._batches).to_iter_dataset(options))
-        iterator.set_state({"next_index": self._taken})
+        iterator.set_state({"next_index": self._batches_read})
         return iterator

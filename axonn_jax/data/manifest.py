@@ -21,7 +21,7 @@ VERSIONS = {1: "tokens", 2: "rows"}
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "valid")
-AGAIN = "run `axonn-jax prepare` again"
+RERUN = "run `axonn-jax prepare` again"
 MAX_VOCAB = 1 << 20  # the trainer of tokenizers allocates a table of this many entries before it starts
 MAX_SHARDS = 40_000  # of a split
 MAX_MANIFEST = 16 << 20  # bytes, which so many shards do not need
@@ -157,7 +157,7 @@ class Manifest:
         except OSError as error:
             raise _bad(path, f"{MANIFEST} is not readable: {error.strerror}") from None
         except ValueError as error:
-            raise _bad(path, f"{MANIFEST} is not valid JSON ({error}); {AGAIN}") from None
+            raise _bad(path, f"{MANIFEST} is not valid JSON ({error}); {RERUN}") from None
         manifest = cls._parse(path, raw)
         return replace(manifest, marks=manifest._check_files())
 
@@ -167,13 +167,13 @@ class Manifest:
             raise _bad(path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})")
         if type(version := raw.get("version")) is not int or version not in VERSIONS:
             shown = version if type(version) is int and abs(version) < 2**63 else "unknown"
-            known = " and ".join(map(str, VERSIONS))
-            raise _bad(path, f"{MANIFEST} has version {shown}; this axonn_jax reads {known}; {AGAIN}")
+            supported = " and ".join(map(str, VERSIONS))
+            raise _bad(path, f"{MANIFEST} has version {shown}; this axonn_jax reads {supported}; {RERUN}")
         try:
             manifest = replace(typed(cls, {key: value for key, value in raw.items() if key != "path"}), path=path)
             manifest._check_fields()
         except ValueError as error:
-            raise _bad(path, f"{MANIFEST} is damaged ({error}); {AGAIN}") from None
+            raise _bad(path, f"{MANIFEST} is damaged ({error}); {RERUN}") from None
         return manifest
 
     def _check_fields(self) -> None:
@@ -203,19 +203,19 @@ class Manifest:
             expected = shard.tokens * self.storage.itemsize
             marks[shard.name] = size, _ = self._status(f"shard {shard.name}", shard.name)
             if size != expected:
-                raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
+                raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {RERUN}")
         if (size := self._status(TOKENIZER, TOKENIZER)[0]) > MAX_TOKENIZER:
-            raise _bad(self.path, f"{TOKENIZER} has {size} bytes, expected at most {MAX_TOKENIZER}; {AGAIN}")
+            raise _bad(self.path, f"{TOKENIZER} has {size} bytes, expected at most {MAX_TOKENIZER}; {RERUN}")
         return marks
 
-    def _status(self, what: str, name: str) -> tuple[int, int]:
+    def _status(self, label: str, name: str) -> tuple[int, int]:
         try:
             status = (self.path / name).lstat()
         except OSError as error:
-            raise _bad(self.path, f"{what} is missing ({error.strerror}); {AGAIN}") from None
+            raise _bad(self.path, f"{label} is missing ({error.strerror}); {RERUN}") from None
         # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
         if not stat.S_ISREG(status.st_mode):
-            raise _bad(self.path, f"{what} is not a regular file; a copy would be; {AGAIN}")
+            raise _bad(self.path, f"{label} is not a regular file; a copy would be; {RERUN}")
         return status.st_size, status.st_mtime_ns
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
@@ -240,7 +240,7 @@ class Manifest:
             try:
                 read_json(self.path / TOKENIZER, MAX_TOKENIZER, inside=self.path)
             except ValueError as error:
-                raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
+                raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {RERUN}") from None
 
     def check_seq_len(self, seq_len: int, splits: Iterable[str]) -> None:
         """Raise ``UserError`` where a split has no sequence with the token behind it, or rows of another length."""
@@ -261,15 +261,15 @@ class Manifest:
 
             ids = token_ids(ids)
         if len(ids) and (largest := int(ids.max())) >= self.used:
-            raise _bad(self.path, f"shard {shard.name} has token {largest}, above {self.used - 1}; {AGAIN}")
+            raise _bad(self.path, f"shard {shard.name} has token {largest}, above {self.used - 1}; {RERUN}")
 
-    def _check(self, what: str, name: str, expected: str | None) -> None:
+    def _check(self, label: str, name: str, expected: str | None) -> None:
         try:
             actual = checksum(self.path / name)
         except OSError as error:
-            raise _bad(self.path, f"{what} is not readable: {error.strerror}") from None
+            raise _bad(self.path, f"{label} is not readable: {error.strerror}") from None
         if expected is not None and actual != expected:
-            raise _bad(self.path, f"{what} is corrupt: checksum {actual}, expected {expected}; {AGAIN}")
+            raise _bad(self.path, f"{label} is corrupt: checksum {actual}, expected {expected}; {RERUN}")
 
     def _shards(self, splits: Iterable[str]) -> list[Shard]:
         return [shard for name in splits for shard in self.splits[name].shards]

@@ -99,20 +99,20 @@ def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind
     except (UserError, OSError) as error:
         with contextlib.suppress(OSError):
             old.rename(out)
-        kept = out.parent / partial.stem.removeprefix(".")
-        partial.rename(kept)
+        finished = out.parent / partial.stem.removeprefix(".")
+        partial.rename(finished)
         why = error.accepted if isinstance(error, UserError) else f"an unchanged directory; {error.strerror}"
-        raise UserError(kind.out, str(out), f"{why}; the {kind.done} directory is in {str(kept)!r}") from None
+        raise UserError(kind.out, str(out), f"{why}; the {kind.done} directory is in {str(finished)!r}") from None
     if old.exists():
         _retire(old, out, kind)
 
 
 def _sweep(out: Path, kind: OutputKind) -> None:
     """Clear up after killed processes: the caller holds the lock, so all of these are dead."""
-    left_over = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
+    abandoned = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
     for name in sorted(os.listdir(out.parent)):
         folder = out.parent / name
-        match = left_over.fullmatch(name)
+        match = abandoned.fullmatch(name)
         if match is None or folder.is_symlink() or not folder.is_dir():
             continue
         if match[1] == "partial":

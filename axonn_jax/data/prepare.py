@@ -77,33 +77,33 @@ def prepare(
         UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of this size,
             ``out`` holds something else or cannot be written, or another prepare writes there.
     """
-    given = None
+    tokenizer_parts = None
     if tokenizer is not None:
         if vocab is not None:
             raise UserError("--vocab", vocab, "not given with --tokenizer, which has a vocabulary")
-        given = tokenize.load_given(tokenizer, "--tokenizer")
+        tokenizer_parts = tokenize.load_given(tokenizer, "--tokenizer")
     else:
         if vocab is None:
             raise UserError("--vocab", NOT_GIVEN, "the size of the vocabulary to train; or --tokenizer")
         tokenize.check_vocab(vocab)
-    if bos and not (given and tokenize.begin_of(given[0])):
+    if bos and not (tokenizer_parts and tokenize.begin_of(tokenizer_parts[0])):
         raise UserError(
             "--bos", bos, "not given, or with a --tokenizer whose post-processor adds a token before a text"
         )
     check_numbers(holdout, seed, shard_tokens)
     out = out.resolve()
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        chosen, held = files_of(source, split, include, report), Holdout(holdout, seed)
-        patterns = {"include": chosen.include, "exclude": exclude}
-        texts = scan(chosen.source, out, **patterns, text_field=field, see=held.see, report=report)
-        if chosen.facts:
+        selection, splitter = files_of(source, split, include, report), Holdout(holdout, seed)
+        patterns = {"include": selection.include, "exclude": exclude}
+        texts = scan(selection.source, out, **patterns, text_field=field, see=splitter.see, report=report)
+        if selection.facts:
             texts.not_included.clear()  # what else of the data set is in the cache
-        if given is None:
+        if tokenizer_parts is None:
             assert vocab is not None
-            trained = tokenize.train(_training(texts, held, report), vocab)
-            own = {TOKENIZER: trained.to_str(pretty=True).encode()}
-            given = trained, tokenize.naming_end(own, trained, tokenize.EOT_ID), tokenize.EOT_ID
-        encoder, files, end = given
+            trained = tokenize.train(_training(texts, splitter, report), vocab)
+            trained_files = {TOKENIZER: trained.to_str(pretty=True).encode()}
+            tokenizer_parts = trained, tokenize.naming_end(trained_files, trained, tokenize.EOT_ID), tokenize.EOT_ID
+        encoder, files, end = tokenizer_parts
         if vocab is None:
             vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
@@ -113,8 +113,8 @@ def prepare(
                 for name in SPLITS
             }
             begin = tokenize.begin_of(encoder) if bos else []
-            splits = _encode(encoder, begin, end, texts, held, writers, report)
-        options = {**chosen.facts, "include": [*include], "exclude": [*exclude]}
+            splits = _encode(encoder, begin, end, texts, splitter, writers, report)
+        options = {**selection.facts, "include": [*include], "exclude": [*exclude]}
         manifest = described(
             partial,
             files,
@@ -241,10 +241,10 @@ def _changed(source: Source, why: str) -> UserError:
     return UserError("SOURCE", str(source.root), f"files that stay unchanged while they are read; one changed: {why}")
 
 
-def _training(source: Source, held: Holdout, report: Report) -> Iterator[str]:
+def _training(source: Source, splitter: Holdout, report: Report) -> Iterator[str]:
     """Yield the text to learn a vocabulary from."""
     done, total = 0, source.size
-    documents = (document for split, document in held.divided(source) if split == "train")
+    documents = (document for split, document in splitter.divided(source) if split == "train")
     for text in _steady((part for document in documents for part in document.parts()), source):
         yield text
         done += len(text.encode())
@@ -257,13 +257,13 @@ def _encode(
     begin: Sequence[int],
     end: int,
     source: Source,
-    held: Holdout,
+    splitter: Holdout,
     writers: Mapping[str, ShardWriter],
     report: Report,
 ) -> dict[str, Split]:
     """Write the tokens of all documents."""
     sizes, total = Counter[str](), source.size
-    for split, size, ids in _steady(encode(tokenizer, held.divided(source), begin, end), source):
+    for split, size, ids in _steady(encode(tokenizer, splitter.divided(source), begin, end), source):
         writers[split].add(ids)
         sizes[split] += size
         report("encoding", sizes.total(), total)

@@ -74,13 +74,13 @@ def text_parts(path: Path) -> Iterator[str]:
 
 def parts_of(file: TextIO) -> Iterator[str]:
     """Yield a text in parts of about a million characters, cut behind a line end where there is one."""
-    rest, text = "", file.read(_PART)
+    tail, text = "", file.read(_PART)
     while text:
         following = file.read(_PART)
-        text = rest + text
+        text = tail + text
         end = (text.rfind("\n") + 1 if following else 0) or len(text)
         yield text[:end]
-        rest, text = text[end:], following
+        tail, text = text[end:], following
 
 
 def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
@@ -126,8 +126,8 @@ def _lines(path: Path) -> Iterator[Any]:
 def _column(path: Path, column: str) -> Iterator[Any]:
     """Yield the rows of Parquet with one column, or one empty row where the table has no such column."""
     with _arrow(path).parquet.ParquetFile(path) as file:
-        known = column in file.schema_arrow.names
-    yield from rows_of(path, [column]) if known else [{}]
+        present = column in file.schema_arrow.names
+    yield from rows_of(path, [column]) if present else [{}]
 
 
 def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -136,10 +136,12 @@ def endings(counts: Counter[str]) -> str:
 def _nothing(source: Source, path: Path, include: Sequence[str]) -> UserError:
     """Return the refusal of a source without a usable text."""
     if not source.skipped:
-        left = f"; there: {endings(source.not_included)}" if source.not_included else ""
+        unmatched = f"; there: {endings(source.not_included)}" if source.not_included else ""
         if include:
-            return UserError("--include", " ".join(include), f"patterns that match files below {path}{left}")
-        return UserError("SOURCE", str(path), f"text, code, JSON Lines or Parquet; --include names other files{left}")
+            return UserError("--include", " ".join(include), f"patterns that match files below {path}{unmatched}")
+        return UserError(
+            "SOURCE", str(path), f"text, code, JSON Lines or Parquet; --include names other files{unmatched}"
+        )
     why = ", ".join(f"{count} {kind}, such as {source.examples[kind]!r}" for kind, count in source.skipped.items())
     if {"no_field", "no_text"} & {*source.skipped}:
         return UserError("--field", source.text_field, f"a field that holds a record's text; skipped: {why}")
@@ -154,17 +156,17 @@ def _walk(source: Source, exclude: Sequence[str], out: Path) -> Iterator[str]:
         source.skip("unreadable", os.path.relpath(error.filename or root, root))
 
     for folder, folders, files in os.walk(root, onerror=unreadable):
-        here = Path(folder)
-        prefix = "" if here == root else here.relative_to(root).as_posix() + "/"
+        directory = Path(folder)
+        prefix = "" if directory == root else directory.relative_to(root).as_posix() + "/"
         folders[:] = sorted(
             name
             for name in folders
-            if not (_matches(prefix + name, exclude) or here / name == out or is_partial(out, here, name))
+            if not (_matches(prefix + name, exclude) or directory / name == out or is_partial(out, directory, name))
         )
-        for name in [name for name in folders if (here / name).is_symlink()]:
+        for name in [name for name in folders if (directory / name).is_symlink()]:
             source.skip("symlink", prefix + name)
         for name in sorted(files):
-            if not (_matches(prefix + name, exclude) or is_partial(out, here, name)):
+            if not (_matches(prefix + name, exclude) or is_partial(out, directory, name)):
                 yield prefix + name
 
 

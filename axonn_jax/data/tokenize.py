@@ -30,7 +30,7 @@ EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-_KEPT = ("added_tokens", "decoder", "pre_tokenizer")
+_INSPECTED = ("added_tokens", "decoder", "pre_tokenizer")
 """Keys of a file that are looked at here; all else, most of its memory, is freed before the library reads its text."""
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
@@ -78,7 +78,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     try:
         raw = read_json(file, MAX_TOKENIZER, inside=root_of(file.parent))
         settings = tokenizer_settings(file.parent, field) if file.name == TOKENIZER else {}
-        text, raw = json.dumps(raw), {key: raw.get(key) for key in _KEPT} if isinstance(raw, dict) else {}
+        text, raw = json.dumps(raw), {key: raw.get(key) for key in _INSPECTED} if isinstance(raw, dict) else {}
         tokenizer = _sound(text, raw, settings)
     except OSError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
@@ -94,9 +94,9 @@ def has_our_settings(tokenizer: Any) -> bool:
         return False
     plain = _byte_level(models.BPE())
     plain.add_special_tokens([EOT])
-    given, own = json.loads(tokenizer.to_str()), json.loads(plain.to_str())
-    own["model"] |= {name: given["model"].get(name) for name in ("vocab", "merges")}
-    return bool(own == given)
+    settings, expected = json.loads(tokenizer.to_str()), json.loads(plain.to_str())
+    expected["model"] |= {name: settings["model"].get(name) for name in ("vocab", "merges")}
+    return bool(expected == settings)
 
 
 def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
@@ -124,8 +124,8 @@ def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> An
 
 def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Put spaces before texts as transformers does for Llama's classes, which ignore tokenizer.json in that."""
-    own = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
-    if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in own:
+    declared = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
+    if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in declared:
         scheme = "first" if settings["tokenizer_class"].startswith("Code") or not settings.get("legacy") else "always"
         scheme = scheme if settings.get("add_prefix_space") in (None, True) else "never"
         tokenizer.normalizer, tokenizer.pre_tokenizer = None, pre_tokenizers.Metaspace("\u2581", scheme, split=False)
@@ -145,16 +145,16 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
     numbered += [(number, text, ADDED) for text, number in settings.get(ADDED, {}).items()]
     numbered += [(number, token.content, SETTINGS) for number, token in listed.items()]
     _check_numbers(tokenizer, numbered)
-    own = tokenizer.get_added_tokens_decoder().values()
-    known, alike = {token.content for token in own}, {repr(token) for token in own}
+    existing = tokenizer.get_added_tokens_decoder().values()
+    contents, alike = {token.content for token in existing}, {repr(token) for token in existing}
     added = {token.content: token for _, token in sorted(listed.items()) if repr(token) not in alike}
-    named = [settings.get(key) for key in NAMED_TOKENS]
-    named += [value for key, value in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
+    entries = [settings.get(key) for key in NAMED_TOKENS]
+    entries += [value for key, value in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or []
-    named += extra.values() if isinstance(extra, dict) else []
-    special = [_token(entry) for entry in named if isinstance(entry, str | dict)]
+    entries += extra.values() if isinstance(extra, dict) else []
+    special = [_token(entry) for entry in entries if isinstance(entry, str | dict)]
     for token in (*special, *map(_token, [] if isinstance(extra, dict) else extra)):
-        if token.content not in known:
+        if token.content not in contents:
             added.setdefault(token.content, token)
     for text in {token.content for token in special} & added.keys():
         added[text].special = True
@@ -165,11 +165,11 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
 def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None:
     added = tokenizer.get_added_tokens_decoder()  # in which a text is as it was before a normalizer
     for number, text, name in numbered:
-        taken = added[number].content if number in added else tokenizer.id_to_token(number)
-        if taken not in (None, text):
-            raise ValueError(f"token {number} is {taken!r}, but {text!r} in {name}")
-        if (given := tokenizer.token_to_id(text)) not in (None, number):
-            raise ValueError(f"{text!r} is token {given}, but {number} in {name}")
+        current = added[number].content if number in added else tokenizer.id_to_token(number)
+        if current not in (None, text):
+            raise ValueError(f"token {number} is {current!r}, but {text!r} in {name}")
+        if (actual := tokenizer.token_to_id(text)) not in (None, number):
+            raise ValueError(f"{text!r} is token {actual}, but {number} in {name}")
 
 
 def _token(entry: Any) -> AddedToken:
@@ -220,18 +220,18 @@ def ends_of(folder: Path, tokenizer: Any, field: str, vocab: int = MAX_VOCAB) ->
 
 def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
     vocab = {} if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
-    named = False
+    declared = False
     with contextlib.suppress(OSError, ValueError):
         raw = read_json(folder / MANIFEST, MAX_MANIFEST, inside=root_of(folder))
         prepared = isinstance(raw, dict) and raw.get("format") == FORMAT
         if prepared and type(end := raw.get("eot_id")) is int and end in vocab.values():
-            named = True
+            declared = True
             yield end
     for place in (folder, folder / FOLDER):
         for end in end_tokens(place, vocab, field):
-            named = True
+            declared = True
             yield end
-    if not named and EOT in vocab:
+    if not declared and EOT in vocab:
         yield vocab[EOT]
 
 
@@ -259,8 +259,8 @@ def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str
     if not isinstance(settings, dict):
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings["bos_token"] = token
-    given = settings.get("eos_token")
-    if token in (None, given.get("content") if isinstance(given, dict) else given):
+    eos = settings.get("eos_token")
+    if token in (None, eos.get("content") if isinstance(eos, dict) else eos):
         return dict(files)
     raw = json.dumps(settings | {"eos_token": token}, indent=2, ensure_ascii=False) + "\n"
     return {**files, SETTINGS: raw.encode()}

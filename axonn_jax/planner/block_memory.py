@@ -31,7 +31,7 @@ class BlockBytes:
     """Bytes from forward to backward, on the device; the input is part of it."""
     working: float
     """Bytes besides while the backward pass runs."""
-    again: float = 0.0
+    recomputed: float = 0.0
     """Part of `working` that was computed again: all of a block but `kept`."""
     host: float = 0.0
     """Bytes from forward to backward, on the host."""
@@ -90,8 +90,8 @@ def block_activations(
     part = stream / y if split else stream
     entry = part * item
 
-    def kept(one: str) -> float:
-        return kept_bytes(block, one, at.tokens, item, {"expert": expert, "z": 1, "y": y, "x": x}, entry)
+    def saved(setting: str) -> float:
+        return kept_bytes(block, setting, at.tokens, item, {"expert": expert, "z": 1, "y": y, "x": x}, entry)
 
     moe = shape.moe
     if moe is not None and moe.is_routed(layer):
@@ -102,7 +102,7 @@ def block_activations(
     scores = next(op for op in operations(block) if isinstance(op, Attend))
     width, qkv, copies = scores.heads * scores.head_dim, scores.elements, scores.copies / item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
-    ends = [shape.hidden if one else stream for one in spread]
+    ends = [shape.hidden if gathers else stream for gathers in spread]
     sides = [(part + ends[0] + 2 * (qkv + copies)) * item, (part + second.working) * item]
     gradients = max(sides)
     spare = gradients - sides[0]
@@ -117,13 +117,13 @@ def block_activations(
         shown = part * (2 - sum(spread)) + second.inner - rotated
         released = (qkv + rotated + copies) * item + (scores.scores if attention != "xla" else 0.0)
         return BlockBytes(
-            entry, kept("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare
+            entry, saved("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare
         )
-    whole = kept("none") + (2 * (stream - part) * item if split else 0.0)
+    full = saved("none") + (2 * (stream - part) * item if split else 0.0)
     if policy == "offload":  # two inputs are under way
-        return BlockBytes(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=waiting, spare=spare)
-    again = whole - (kept(policy) - entry)
-    return BlockBytes(entry, kept(policy), again + gradients, again, waiting=waiting, spare=spare)
+        return BlockBytes(entry, 0.0, full + gradients + 2 * entry, full, entry, waiting=waiting, spare=spare)
+    recomputed = full - (saved(policy) - entry)
+    return BlockBytes(entry, saved(policy), recomputed + gradients, recomputed, waiting=waiting, spare=spare)
 
 
 def _of_mlp(shape: ModelShape, x: int, y: int, comm: BlockComm) -> _SecondHalf:
@@ -158,4 +158,4 @@ def mean_block(kinds: Sequence[tuple[BlockBytes, int]]) -> BlockBytes:
     layers = sum(count for _, count in kinds)
     largest = max((block for block, _ in kinds), key=lambda block: block.working)
     mean = {f.name: sum(getattr(block, f.name) * count for block, count in kinds) / layers for f in fields(BlockBytes)}
-    return BlockBytes(**mean | {name: getattr(largest, name) for name in ("working", "again", "spare")})
+    return BlockBytes(**mean | {name: getattr(largest, name) for name in ("working", "recomputed", "spare")})

@@ -88,7 +88,7 @@ class Predicted(NamedTuple):
     """Mesh axes larger than one that it runs over, slowest first."""
     group: int
     """Devices in a group: the product of the axes."""
-    whole: int
+    buffer_bytes: int
     """Bytes of the whole buffer: gathered, or to be reduced."""
     times: int
     """Runs in a step."""
@@ -101,7 +101,7 @@ class Predicted(NamedTuple):
     @property
     def bytes(self) -> Fraction:
         """Bytes a device sends in a step, on a ring."""
-        return self.times * ring_bytes(self.kind, self.whole, self.group)
+        return self.times * ring_bytes(self.kind, self.buffer_bytes, self.group)
 
 
 def predict(work: StepSpec) -> tuple[Predicted, ...]:

@@ -29,32 +29,32 @@ class MemoryModel:
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
-        found = [(0.0, 0.0)] * len(placements)
-        known = self.ranks.states(base.grid)
+        peaks = [(0.0, 0.0)] * len(placements)
+        cached_states = self.ranks.states(base.grid)
         for load in self.ranks.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load)
             activations += gathered
-            apart, whole = self._once_gathered(base, load)
-            for at, placement in enumerate(placements):
-                state = known.get((load.rank, placement)) or self.ranks.state(base.grid, load, placement)
-                beside = apart or self._looped(base, state)
-                total = state.device + max(activations + beside + whole, state.later)
-                if total > found[at][0]:
-                    found[at] = (total, state.host + outside)
-        return found
+            full_grads, sum_shards = self._once_gathered(base, load)
+            for index, placement in enumerate(placements):
+                state = cached_states.get((load.rank, placement)) or self.ranks.state(base.grid, load, placement)
+                microbatch_grads = full_grads or self._looped(base, state)
+                total = state.device + max(activations + microbatch_grads + sum_shards, state.update_buffers)
+                if total > peaks[index][0]:
+                    peaks[index] = (total, state.host + outside)
+        return peaks
 
     def memory(self, candidate: Candidate) -> MemoryUse:
         """The fullest device's bytes."""
         return max(
-            (self._memory(candidate, load) for load in self.ranks.loads(candidate.grid.pipe)), key=lambda one: one.total
+            (self._memory(candidate, load) for load in self.ranks.loads(candidate.grid.pipe)), key=lambda use: use.total
         )
 
     def _memory(self, candidate: Candidate, load: Load) -> MemoryUse:
         state = self.ranks.state(candidate.grid, load, candidate.placement)
         activations, gathered, outside = self._backward(candidate, load)
-        apart, whole = self._once_gathered(candidate, load)
-        beside = (apart or self._looped(candidate, state)) + whole
-        buffers = beside + max(0.0, state.later - activations - gathered - beside)
+        full_grads, sum_shards = self._once_gathered(candidate, load)
+        transient = (full_grads or self._looped(candidate, state)) + sum_shards
+        buffers = transient + max(0.0, state.update_buffers - activations - gathered - transient)
         use = MemoryUse(*state[:3], activations, gathered, buffers, state.host + outside)
         return replace(use, staying=self.staying(state.host, use.total))
 
@@ -92,20 +92,20 @@ class MemoryModel:
         layers grow meanwhile: none at the head, all but those of the lookup's table in the blocks.
         """
         shape, grid, item = self.request.shape, candidate.grid, self._item
-        kept, working, head, outside = self._activations(candidate, load)
-        split, whole = grid.x * grid.y, grid.pipe == 1
+        saved, working, head, outside = self._activations(candidate, load)
+        split, unpipelined = grid.x * grid.y, grid.pipe == 1
         table = shape.hidden * self.ranks.vocab(grid) / split
         tied, tables = self._tables(candidate, load, table * item)
         gathered = self._gathered(candidate, load) + tied
-        block = kept + working + gathered
-        block -= FLOAT32 * table / grid.z if whole and not shape.tied and self._trained else 0.0
+        block = saved + working + gathered
+        block -= FLOAT32 * table / grid.z if unpipelined and not shape.tied and self._trained else 0.0
         head *= load.last
         if load.last:
-            head += kept + (table * item if not shape.tied and grid.z > 1 else 0.0)
+            head += saved + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
-            head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
+            head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if unpipelined else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and whole and self._trained else 0.0
+        lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and unpipelined and self._trained else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
@@ -128,30 +128,30 @@ class MemoryModel:
         A pipeline's programs keep none of them for one another. Gradients of experts add up in a loop, and are copied
         behind it.
         """
-        grid, item, alone = candidate.grid, self._item, candidate.grid.pipe == 1
+        grid, item, unpipelined = candidate.grid, self._item, candidate.grid.pipe == 1
         experts = self.ranks.experts / (grid.x * grid.y * grid.expert)
         block = self.ranks.layer / (grid.x * grid.y) + experts
-        one = experts * self.request.shape.layers / max(self.request.shape.routed_layers, 1)
-        looped = one * item * (1 if grid.z == 1 else 2 / grid.z) * self._trained
+        routed_block = experts * self.request.shape.layers / max(self.request.shape.routed_layers, 1)
+        looped = routed_block * item * (1 if grid.z == 1 else 2 / grid.z) * self._trained
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
-            again = alone and candidate.activations != "none"
-            return looped + (block - experts + one) * (FLOAT32 if self._trained else item) * again
-        if candidate.activations == "none" and alone:
+            recomputes = unpipelined and candidate.activations != "none"
+            return looped + (block - experts + routed_block) * (FLOAT32 if self._trained else item) * recomputes
+        if candidate.activations == "none" and unpipelined:
             return load.blocks * block * item + looped
-        if candidate.keeps_weights and alone:
+        if candidate.keeps_weights and unpipelined:
             return (load.blocks + 1) * block * item + looped
-        return (1 + self._trained) * (block - experts + one) * item + looped
+        return (1 + self._trained) * (block - experts + routed_block) * item + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
-        grid, each = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
+        grid, settings = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
-        key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *each, load.rank)
+        key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *settings, load.rank)
         if key not in self._passes:
-            self._passes[key] = self._kept(candidate, load)
+            self._passes[key] = self._activation_bytes(candidate, load)
         return self._passes[key]
 
-    def _kept(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
+    def _activation_bytes(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
 
         Recomputed activations are one block's where one program loops over layers. In a pipeline it is all that a group
@@ -170,8 +170,8 @@ class MemoryModel:
         scores = formulas.scores_bytes(self._kernel, self.request.machine.device.platform, heads, shape.seq_len)
         scores = max(0.0, scores - tokens * block.spare)
         if grid.pipe == 1:
-            kept = load.blocks * block.kept
-            return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
+            saved = load.blocks * block.kept
+            return tokens * saved, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
         # Pairs of stage and microbatch that may wait for their weight gradient alone.
         late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
@@ -184,21 +184,21 @@ class MemoryModel:
         entering = inputs * block.entry
         host, working = (live * entering if block.host else 0.0), block.working
         if candidate.activations == "none":
-            one = load.blocks * (block.kept - block.shown)
-            kept = live * one + (live - 1.0) * handed * (self._item if late and stages == 1 else FLOAT32)
+            per_microbatch = load.blocks * (block.kept - block.shown)
+            saved = live * per_microbatch + (live - 1.0) * handed * (self._item if late and stages == 1 else FLOAT32)
             working += block.shown
             working += together * block.released if late and entering else 0.0
         else:
-            one = load.blocks * max(0.0, block.kept - block.entry) + entering - host / live
-            kept = live * one
-            working += (together - 1.0) * block.again
+            per_microbatch = load.blocks * max(0.0, block.kept - block.entry) + entering - host / live
+            saved = live * per_microbatch
+            working += (together - 1.0) * block.recomputed
         if late:
             behind = (stages - 1.0) / stages if load.first else 1.0
-            kept += late * behind * max(0.0, load.blocks * block.waiting - one)
+            saved += late * behind * max(0.0, load.blocks * block.waiting - per_microbatch)
             if candidate.activations != "none":
-                kept += (late - 1.0) * handed * self._item
+                saved += (late - 1.0) * handed * self._item
             working += handed * self._item
-        return tokens * kept, tokens * working + scores, head, tokens * host
+        return tokens * saved, tokens * working + scores, head, tokens * host
 
     def _block_bytes(self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm) -> BlockBytes:
         """Return the bytes that a token needs in a block."""

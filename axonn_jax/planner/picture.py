@@ -33,22 +33,22 @@ def draw_plan(
 
 def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]]) -> None:
     shown = plan.in_order()[:8]
-    names = [_name(one, request) for one in shown]
+    names = [_name(estimate, request) for estimate in shown]
     _bars(panels[0, 0], names, _parts(shown), "s a step", begin=_begin(shown))
-    kinds = {kind: [getattr(one.memory, kind) / 1e9 for one in shown] for kind in MEMORY_KINDS}
+    kinds = {kind: [getattr(estimate.memory, kind) / 1e9 for estimate in shown] for kind in MEMORY_KINDS}
     _bars(panels[0, 1], names, kinds, "GB a device")
     front = panels[1, 0]
     front.plot(
-        [one.memory.total / 1e9 for one in plan.best],
-        [one.step_s for one in plan.best],
+        [estimate.memory.total / 1e9 for estimate in plan.best],
+        [estimate.step_s for estimate in plan.best],
         ".",
         color="0.6",
         label="best of a grid",
     )
-    pareto = sorted(plan.pareto, key=lambda one: one.memory.total)
+    pareto = sorted(plan.pareto, key=lambda estimate: estimate.memory.total)
     front.step(
-        [one.memory.total / 1e9 for one in pareto],
-        [one.step_s for one in pareto],
+        [estimate.memory.total / 1e9 for estimate in pareto],
+        [estimate.step_s for estimate in pareto],
         where="post",
         marker="o",
         label="Pareto set",
@@ -73,32 +73,34 @@ def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling:
 
 
 def _parts(shown: Sequence[Estimate]) -> dict[str, list[float]]:
-    parts = {"compute": [one.compute_s for one in shown]}
+    parts = {"compute": [estimate.compute_s for estimate in shown]}
     for axis in reversed(GRID_AXES):
-        parts[f"exposed, {axis}"] = [one.exposed.get(axis, 0.0) for one in shown]
-    parts["bubble"] = [one.bubble * one.step_s for one in shown]
-    parts["optimizer"] = [one.update_s for one in shown]
+        parts[f"exposed, {axis}"] = [estimate.exposed.get(axis, 0.0) for estimate in shown]
+    parts["bubble"] = [estimate.bubble * estimate.step_s for estimate in shown]
+    parts["optimizer"] = [estimate.update_s for estimate in shown]
     return {name: values for name, values in parts.items() if any(values)}
 
 
 def _begin(shown: Sequence[Estimate]) -> float:
     """Return where the axis of times begins: where computing ends soonest, or nearly, as grids differ behind that."""
-    least = 0.95 * min(one.compute_s for one in shown)
-    return least if max(one.step_s for one in shown) < 2 * least else 0.0
+    least = 0.95 * min(estimate.compute_s for estimate in shown)
+    return least if max(estimate.step_s for estimate in shown) < 2 * least else 0.0
 
 
 def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: str, begin: float = 0.0) -> None:
-    left = [0.0] * len(names)
+    starts = [0.0] * len(names)
     for name, values in parts.items():
-        panel.barh(names, values, left=left, label=name)
-        left = [a + b for a, b in zip(left, values, strict=True)]
+        panel.barh(names, values, left=starts, label=name)
+        starts = [a + b for a, b in zip(starts, values, strict=True)]
     panel.invert_yaxis()
-    panel.set_xlim(begin, begin + 1.05 * (max(left) - begin))
+    panel.set_xlim(begin, begin + 1.05 * (max(starts) - begin))
     panel.set_xlabel(f"{label}, from {begin:.3g} on" if begin else label)
     panel.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, columnspacing=1.0)
 
 
-def _name(one: Estimate, request: PlanRequest) -> str:
-    grid = one.candidate.grid
+def _name(estimate: Estimate, request: PlanRequest) -> str:
+    grid = estimate.candidate.grid
     sizes = " ".join(f"{axis}{getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1)
-    return f"{sizes or 'one device'}\n{one.candidate.sequences(request.batch)} seq, {one.candidate.activations}"
+    return (
+        f"{sizes or 'one device'}\n{estimate.candidate.sequences(request.batch)} seq, {estimate.candidate.activations}"
+    )

@@ -45,7 +45,7 @@ class RankState(NamedTuple):
     """Bytes on the device."""
     host: float
     """Bytes on the host, for each device."""
-    later: float
+    update_buffers: float
     """Further bytes after the backward pass, for reduction and update."""
 
 
@@ -91,10 +91,10 @@ class Ranks:
         params += parameters(self.last) if last else 0
         params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
         tables = first + (last and not (first and shape.tied))
-        held = [(blocks * share, param) for share, param in self.blocks]
-        held += [(1.0, param) for param in self.first.params] if first else []
-        held += [(1.0, param) for param in self.last.params] if last else []
-        moment = _moment(self.request, held)
+        counted = [(blocks * share, param) for share, param in self.blocks]
+        counted += [(1.0, param) for param in self.first.params] if first else []
+        counted += [(1.0, param) for param in self.last.params] if last else []
+        moment = _moment(self.request, counted)
         return Load(rank, blocks, first, last, tables, params, blocks * self.experts, moment)
 
     def params(self, grid: GridShape, load: Load) -> float:
@@ -128,14 +128,14 @@ class Ranks:
         """Model state of a rank's devices, the optimizer's in such a placement."""
         of_grid, key = self.states(grid), (load.rank, placement)
         if key not in of_grid:
-            of_grid[key] = self._placed(grid, load, *placement)
+            of_grid[key] = self._model_state(grid, load, *placement)
         return of_grid[key]
 
     def states(self, grid: GridShape) -> dict[tuple[int, StatePlacement], RankState]:
         """States of a grid so far, by rank and placement."""
         return self._states.setdefault(grid, {})
 
-    def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
+    def _model_state(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, gradient_item, density = self.request, self.request.gradient_item, self.request.density
         adapts = request.lora.adapts
         precision: formulas.Precision = "fp32" if adapts else request.precision  # adapters are float32 in each
@@ -144,35 +144,37 @@ class Ranks:
         of_dense, of_experts = (grid.replicas, grid.data) if zero else (1, 1)
         trained, of_routed = self.trained(grid, load)
         items = (load.moment, self.expert_moment)
-        held: list[tuple[float, float | None, int, float]]
-        held = [(trained, None, of_dense, items[0]), (of_routed, None, of_experts, items[1])]
+        groups: list[tuple[float, float | None, int, float]]
+        groups = [(trained, None, of_dense, items[0]), (of_routed, None, of_experts, items[1])]
         if density < 1.0:
-            held = [(dense - pruned, None, of_dense, items[0]), (pruned, pruned * density, of_dense, items[0])]
-            held.append((experts, of_routed, of_experts, items[1]))
+            groups = [(dense - pruned, None, of_dense, items[0]), (pruned, pruned * density, of_dense, items[0])]
+            groups.append((experts, of_routed, of_experts, items[1]))
         device = [
             formulas.device_state(
                 params, precision, kept=kept, gradient_item=gradient_item, offload=offload, replicas=replicas,
                 moment=moment, apart=(bool(zero) and grid.replicas > 1) or density < 1.0,
             )
-            for params, kept, replicas, moment in held
+            for params, kept, replicas, moment in groups
         ]  # fmt: skip
         dense, experts = trained, of_routed
         parts = [(dense, of_dense, items[0]), (experts, of_experts, items[1])]
         host = sum(formulas.host_state(params, precision, of, item) for params, of, item in parts) * offload
-        own = sum(params / replicas for params, replicas, _ in parts)
-        later = formulas.streamed_state(min(request.bucket, own), precision, items[0]) if offload else 0.0
+        local_params = sum(params / replicas for params, replicas, _ in parts)
+        update_buffers = (
+            formulas.streamed_state(min(request.bucket, local_params), precision, items[0]) if offload else 0.0
+        )
         if grid.replicas > 1:  # a bucket of gradients beside its reduced copy
             reduction = 2 * gradient_item * min(dense + (experts if grid.data > 1 else 0.0), request.bucket)
             if grid.pipe > 1 and zero:  # a program of its own takes the sums and gives a part
-                reduction += own * gradient_item
-            later = max(later, reduction)
+                reduction += local_params * gradient_item
+            update_buffers = max(update_buffers, reduction)
         return RankState(
             frozen + sum(state.weights for state in device),
             sum(state.gradients for state in device),
             sum(state.master + state.moments + state.positions for state in device),
             frozen + sum(state.total for state in device),
             host,
-            later,
+            update_buffers,
         )
 
 

@@ -14,20 +14,20 @@ from axonn_jax.planner.space import SearchSpace, grid_axes
 from axonn_jax.schedule.policies import ByArrival
 
 
-def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str]:
+def explain(request: PlanRequest, plan: SearchResult, estimate: Estimate) -> list[str]:
     """Return sentences on the parts of a candidate's time and memory."""
-    candidate, memory = one.candidate, one.memory
-    sentences = [_time(one)]
+    candidate, memory = estimate.candidate, estimate.memory
+    sentences = [_time(estimate)]
     grid = candidate.grid
     if grid.y * grid.x > 1:
         sentences.append(_node(grid, request.machine))
     if grid.pipe > 1:
         sentences.append(
-            f"{candidate.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
+            f"{candidate.microbatches} microbatches keep the bubble of {grid.pipe} stages at {estimate.bubble:.1%}"
             + (f" with {candidate.virtual_stages} virtual stages each." if candidate.virtual_stages > 1 else ".")
         )
         policy = request.schedule(candidate)
-        live, usual = (each.live(candidate.pipeline, 0) for each in (policy, ByArrival(splits=policy.splits)))
+        live, usual = (rule.live(candidate.pipeline, 0) for rule in (policy, ByArrival(splits=policy.splits)))
         if isinstance(policy, ByArrival) and live != usual:
             depth = policy.depth(candidate.pipeline)
             sentences.append(
@@ -52,9 +52,9 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
         sentences.append(f"ZeRO-1 shares optimizer state among {grid.replicas} replicas.")
     if request.attention_form.why:
         sentences.append(f"Attention is {request.attention_form.kernel} ({request.attention_form.why}).")
-    closest = next((other for other in plan.best if other is not one and other.step_s >= one.step_s), None)
-    if closest is not None and closest.step_s > one.step_s * (1 + TIE):
-        sentences.append(f"The next grid takes {closest.step_s / one.step_s - 1:.1%} longer.")
+    closest = next((other for other in plan.best if other is not estimate and other.step_s >= estimate.step_s), None)
+    if closest is not None and closest.step_s > estimate.step_s * (1 + TIE):
+        sentences.append(f"The next grid takes {closest.step_s / estimate.step_s - 1:.1%} longer.")
     return sentences
 
 
@@ -65,32 +65,39 @@ def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predic
     """
     grid, count = replace(candidate.grid, pipe=1), candidate.microbatches
     stages = candidate.grid.pipe > 1
-    whole = replace(candidate, grid=grid, microbatches=1 if stages else count)
+    unpipelined = replace(candidate, grid=grid, microbatches=1 if stages else count)
     comm = request.comm(candidate.grid, candidate.activations)
-    sent = predict(request.step(whole, request.batch // (count if stages else 1), comm))
-    return tuple(one._replace(times=one.times * count) if stages and one.phase != "update" else one for one in sent)
+    sent = predict(request.step(unpipelined, request.batch // (count if stages else 1), comm))
+    return tuple(
+        collective._replace(times=collective.times * count) if stages and collective.phase != "update" else collective
+        for collective in sent
+    )
 
 
-def _time(one: Estimate) -> str:
+def _time(estimate: Estimate) -> str:
     parts = {
-        "compute": one.compute_s,
-        "exposed communication": one.exposed_s,
-        "bubble": one.bubble * one.step_s,
-        "the optimizer": one.update_s,
+        "compute": estimate.compute_s,
+        "exposed communication": estimate.exposed_s,
+        "bubble": estimate.bubble * estimate.step_s,
+        "the optimizer": estimate.update_s,
     }
-    shown = [f"{name} {seconds / one.step_s:.1%}" for name, seconds in parts.items() if seconds > 0.0005 * one.step_s]
-    hidden = sum(one.hidden.values())
-    beside = f", with {hidden:.2f} s of communication beside it" if hidden > 0 else ""
-    return f"{', '.join(shown)} of the step{beside}."
+    shown = [
+        f"{name} {seconds / estimate.step_s:.1%}"
+        for name, seconds in parts.items()
+        if seconds > 0.0005 * estimate.step_s
+    ]
+    hidden = sum(estimate.hidden.values())
+    overlap = f", with {hidden:.2f} s of communication beside it" if hidden > 0 else ""
+    return f"{', '.join(shown)} of the step{overlap}."
 
 
 def _node(grid: GridShape, machine: Machine) -> str:
-    both, node = f"x * y = {grid.x * grid.y}", machine.node.devices
+    product, node = f"x * y = {grid.x * grid.y}", machine.node.devices
     if GroupLinks(grid, machine).near(("y", "x")):
-        return f"{both} stays inside a node of {node}."
+        return f"{product} stays inside a node of {node}."
     if grid.x * grid.y > node:
-        return f"{both} leaves the node of {node}, which costs bandwidth."
-    return f"{both} does not divide a node of {node}: groups that lie in two nodes cost bandwidth."
+        return f"{product} leaves the node of {node}, which costs bandwidth."
+    return f"{product} does not divide a node of {node}: groups that lie in two nodes cost bandwidth."
 
 
 def _recomputed(activations: str) -> str:
@@ -102,7 +109,7 @@ def _recomputed(activations: str) -> str:
     }[activations]
 
 
-_KEPT = 5
+_SEEDS = 5
 """Grids of a number of devices from which those of half as many come."""
 
 
@@ -117,7 +124,7 @@ def scaling(
     points = [(best[0].candidate.grid.devices, best[0].step_s)]
     for request in requests:
         free = [axis for axis in grid_axes(request.shape) if axis not in space.axes]
-        halves = set(_scaled((one.candidate.grid for one in best[:_KEPT]), free, 0.5))
+        halves = set(_scaled((estimate.candidate.grid for estimate in best[:_SEEDS]), free, 0.5))
         grids = halves | set(_scaled(_scaled(halves, free, 0.5), free, 2))
         devices = points[-1][0] // 2
         try:

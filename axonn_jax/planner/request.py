@@ -46,7 +46,7 @@ _CUDNN = 91100
 """Version of cuDNN that supports every GPU, as machine files have none."""
 
 
-def form_taken(
+def select_attention_form(
     device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN, *,
     packed: bool = False,
 ) -> AttentionForm:  # fmt: skip
@@ -104,12 +104,12 @@ class PlanRequest:
     duplicates: bool = False
     """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
-    def divides(self, each: int, size: int, pipe: int) -> bool:
-        """Return True if microbatches of `size` sequences are worth trying, where a device has `each` of the batch.
+    def divides(self, share: int, size: int, pipe: int) -> bool:
+        """Return True if microbatches of `size` sequences are worth trying, where a device has `share` of the batch.
 
         A pipeline with fewer microbatches than stages is more bubble than work.
         """
-        return each // size >= pipe if pipe > 1 else size % max(self.sub_batches, 1) == 0
+        return share // size >= pipe if pipe > 1 else size % max(self.sub_batches, 1) == 0
 
     @property
     def attention_form(self) -> AttentionForm:
@@ -118,7 +118,7 @@ class PlanRequest:
             return AttentionForm(self.attention)
         shape, device = self.shape, self.machine.device
         rule = shape.attention_rule(0)
-        return form_taken(device, self.precision, shape.head_dim, shape.seq_len, rule, packed=self.packed)
+        return select_attention_form(device, self.precision, shape.head_dim, shape.seq_len, rule, packed=self.packed)
 
     def state_item(self, param: Param) -> float:
         """Return the bytes of optimizer state for an element of a parameter."""
@@ -136,8 +136,8 @@ class PlanRequest:
             gradient_item=self.gradient_item, density=self.density,
         )  # fmt: skip
         item = itemsize(self.precision)
-        how = (self.moe, self.duplicates, self.lora)
-        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, *how)
+        training = (self.moe, self.duplicates, self.lora)
+        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, *training)
 
     def schedule(self, candidate: "Candidate") -> Policy:
         """Return the policy of a candidate's pipeline."""
@@ -184,8 +184,8 @@ class Candidate:
 
         A pipeline's stage gathers again, as its programs keep none for one another.
         """
-        kept = (self.activations == "none" and self.grid.pipe == 1) or self.keeps_weights
-        return "step" if self.once else "backward" if kept else "forward"
+        saved = (self.activations == "none" and self.grid.pipe == 1) or self.keeps_weights
+        return "step" if self.once else "backward" if saved else "forward"
 
     @property
     def loops(self) -> bool:

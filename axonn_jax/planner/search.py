@@ -111,13 +111,13 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
         tried += 1
         # One stage a rank first: several make a good pipeline better, not a bad grid good.
         priced = list(price(model, grid, space, limit, space.virtual_stages[:1]))
-        if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
+        if grid.pipe > 1 and min((fit.step_s for fit in priced), default=0.0) < 1.5 * best:
             priced += price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
         # Of one stage a rank and of several: what the closed form says of these is compared once they are simulated.
-        for virtual in sorted({one.base.virtual_stages for one in priced}):
-            fits.extend(front(one for one in priced if one.base.virtual_stages == virtual))
-        best = min([best, *(one.step_s for one in priced)])
+        for virtual in sorted({fit.base.virtual_stages for fit in priced}):
+            fits.extend(front(fit for fit in priced if fit.base.virtual_stages == virtual))
+        best = min([best, *(fit.step_s for fit in priced)])
     misses.sort(key=lambda miss: miss[0].total)
     rejected = [
         Rejected(str(candidate.grid), _too_large(request, memory, candidate, limit)) for memory, candidate in misses
@@ -125,13 +125,13 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
     rejected += [Rejected(f"{count} grid{'s' * (count != 1)}", why) for why, count in rules.most_common()]
     if not fits:
         raise _nothing(devices, rejected)
-    fits.sort(key=lambda one: sort_key(one.step_s, one.base, one.placement))
+    fits.sort(key=lambda fit: sort_key(fit.step_s, fit.base, fit.placement))
     prices = Prices(model)
-    found_best = ranked(prices, fits, space, limit)
+    estimates = ranked(prices, fits, space, limit)
     by_grid: dict[GridShape, Estimate] = {}
-    for estimate in found_best:
+    for estimate in estimates:
         by_grid.setdefault(estimate.candidate.grid, estimate)
-    pareto = smaller(found_best, lambda one: one.memory.total)
+    pareto = smaller(estimates, lambda estimate: estimate.memory.total)
     return SearchResult(list(by_grid.values()), pareto, rejected, examined, prices)
 
 
@@ -141,17 +141,17 @@ def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[Mem
     The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
     """
     order = ("offload", "full", "save_collectives", "dots", "none")
-    each, virtual = model.request.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
+    share, virtual = model.request.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
     sizes = microbatch_sizes(model.request, grid, space)
-    found: list[tuple[bool, float, int, Candidate, StatePlacement]] = []
+    options: list[tuple[bool, float, int, Candidate, StatePlacement]] = []
     placements = placements_of(grid, space)
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
-            base = Candidate(grid, each // size, activations, virtual)
+            base = Candidate(grid, share // size, activations, virtual)
             base = next(depths(model.request, space.reshards(base)[0]))
             for placement, (device, host) in zip(placements, model.footprint.totals(base, placements), strict=True):
-                found.append((not host_fits(model.request, host, grid), device, len(found), base, placement))
-    *_, base, (offload, zero) = min(found)
+                options.append((not host_fits(model.request, host, grid), device, len(options), base, placement))
+    *_, base, (offload, zero) = min(options)
     leanest = replace(base, offload=offload, zero=zero)
     return model.footprint.memory(leanest), leanest
 
@@ -207,42 +207,47 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
     grid's first one shows it for the grid's later ones.
     """
     groups: dict[tuple[GridShape, int], list[Priced]] = {}
-    for one in fits:
-        groups.setdefault((one.base.grid, one.base.virtual_stages), []).append(one)
+    for fit in fits:
+        groups.setdefault((fit.base.grid, fit.base.virtual_stages), []).append(fit)
     plain = [group for (grid, _), group in groups.items() if grid.pipe == 1]
-    wanted = {one.candidate for one in (*(group[0] for group in plain[:ENOUGH]), *front(chain(*plain)))}
-    found = [prices.price(candidate) for candidate in wanted]
-    best = min((one.step_s for one in found), default=inf)
+    shortlist = {fit.candidate for fit in (*(group[0] for group in plain[:ENOUGH]), *front(chain(*plain)))}
+    estimates = [prices.price(candidate) for candidate in shortlist]
+    best = min((estimate.step_s for estimate in estimates), default=inf)
     queues = [iter(group) for (grid, _), group in groups.items() if grid.pipe > 1]
     waiting = [_Waiting(next(queue), queue, 1.0, False) for queue in queues]
     off: dict[object, float] = {}  # the least that candidates of a kind were off
 
-    def expected(one: _Waiting) -> float:
-        if one.known:
-            return one.least
-        usual = 1.0 if one.priced.base.virtual_stages == 1 else _UNEVEN
-        return one.least * max(1.0, off.get(_kind(prices.model.request, one.priced), usual))
+    def expected(entry: _Waiting) -> float:
+        if entry.calibrated:
+            return entry.least
+        usual = 1.0 if entry.priced.base.virtual_stages == 1 else _UNEVEN
+        return entry.least * max(1.0, off.get(_kind(prices.model.request, entry.priced), usual))
 
     while waiting:
-        compared = min(one.least for one in waiting) > best * (1 + _SHORTER)
-        if found and prices.tasks > (_COMPARED_TASKS if compared else _SIMULATED_TASKS):
+        compared = min(entry.least for entry in waiting) > best * (1 + _SHORTER)
+        if estimates and prices.tasks > (_COMPARED_TASKS if compared else _SIMULATED_TASKS):
             break
         nearest = min(waiting, key=expected)
-        if found and expected(nearest) > _HORIZON * best:
+        if estimates and expected(nearest) > _HORIZON * best:
             break
         waiting.remove(nearest)
-        placements = [nearest.priced.placement] if nearest.known else placements_of(nearest.priced.base.grid, space)
+        placements = (
+            [nearest.priced.placement] if nearest.calibrated else placements_of(nearest.priced.base.grid, space)
+        )
         estimate = _deepened(prices, nearest.priced.base, placements, limit)
         if estimate is None:
             continue
-        found.append(estimate)
+        estimates.append(estimate)
         best = min(best, estimate.step_s)
         ratio = estimate.step_s / nearest.priced.step_s
         kind = _kind(prices.model.request, nearest.priced)
         off[kind] = min(off.get(kind, inf), ratio)
         if (further := next(nearest.queue, None)) is not None:
             waiting.append(_Waiting(further, nearest.queue, ratio, True))
-    return sorted(found, key=lambda one: sort_key(one.step_s, one.candidate, one.candidate.placement))
+    return sorted(
+        estimates,
+        key=lambda estimate: sort_key(estimate.step_s, estimate.candidate, estimate.candidate.placement),
+    )
 
 
 class _Waiting(NamedTuple):
@@ -253,7 +258,7 @@ class _Waiting(NamedTuple):
     """Candidates of the grid that come later."""
     ratio: float
     """Time of the candidate before, over its closed form."""
-    known: bool
+    calibrated: bool
     """True if there was a candidate before."""
 
     @property
@@ -262,9 +267,9 @@ class _Waiting(NamedTuple):
         return self.priced.step_s * self.ratio
 
 
-def _kind(request: PlanRequest, one: Priced) -> tuple[int, bool]:
+def _kind(request: PlanRequest, priced: Priced) -> tuple[int, bool]:
     """Key of candidates whose closed forms have similar errors."""
-    return one.base.virtual_stages, request.schedule(one.base).splits
+    return priced.base.virtual_stages, request.schedule(priced.base).splits
 
 
 def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlacement], limit: float) -> Estimate | None:
@@ -276,20 +281,20 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
     """
     fitting = list[Candidate]()
     for depth in depths(prices.model.request, base):
-        chosen = (replace(depth, offload=offload, zero=zero) for offload, zero in placements)
-        roomy = [one for one in chosen if has_room(prices.model, one, limit)]
+        options = (replace(depth, offload=offload, zero=zero) for offload, zero in placements)
+        roomy = [option for option in options if has_room(prices.model, option, limit)]
         if roomy:
             fitting.append(min(roomy, key=prices.model.outside_s))
     if len(fitting) > 1 and fitting[0].shallow:
         del fitting[0]
-    found: Estimate | None = None
+    best: Estimate | None = None
     for deeper in fitting:
-        if found is not None:
-            waits = found.bubble + found.exposed["pipe"] / found.step_s
+        if best is not None:
+            waits = best.bubble + best.exposed["pipe"] / best.step_s
             if waits < 2 * _SHORTER or prices.tasks > _SIMULATED_TASKS:
                 break
         estimate = prices.price(deeper)
-        if found is not None and estimate.step_s > found.step_s * (1 - _SHORTER):
+        if best is not None and estimate.step_s > best.step_s * (1 - _SHORTER):
             break
-        found = estimate
-    return found
+        best = estimate
+    return best

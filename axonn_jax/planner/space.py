@@ -54,7 +54,7 @@ class SearchSpace:
         elif base.grid.pipe == 1 and base.grid.z > 1:
             useful |= {"backward"} if base.activations != "none" else set()
             useful |= {"step"} if base.microbatches > 1 else set()
-        return [replace(base, reshard_after=one) for one in self.reshard_after if one in useful]
+        return [replace(base, reshard_after=lifetime) for lifetime in self.reshard_after if lifetime in useful]
 
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
@@ -83,15 +83,15 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
 def _grids(devices: int, fixed: Mapping[str, int | None]) -> Iterator[GridShape]:
     """Every way to write the number of devices as a product of the axes."""
 
-    def factors(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    def factors(remaining: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         if not axes:
-            if left == 1:
+            if remaining == 1:
                 yield ()
             return
-        wanted = fixed[axes[0]]
-        for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
-            for rest in factors(left // size, axes[1:]):
-                yield (size, *rest)
+        fixed_size = fixed[axes[0]]
+        for size in divisors(remaining) if fixed_size is None else [fixed_size] if remaining % fixed_size == 0 else []:
+            for tail in factors(remaining // size, axes[1:]):
+                yield (size, *tail)
 
     for sizes in factors(devices, GRID_AXES):
         yield GridShape(**dict(zip(GRID_AXES, sizes, strict=True)))
@@ -107,13 +107,13 @@ def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) 
 
     Beyond `ROWS` tokens matmuls gain nothing from more.
     """
-    each = request.batch // grid.batch_shards
+    share = request.batch // grid.batch_shards
     if space.sequences is not None:
-        sizes = [space.sequences] if each % space.sequences == 0 else []
+        sizes = [space.sequences] if share % space.sequences == 0 else []
     else:
         most = max(1, ROWS // request.shape.seq_len)
-        sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
-    return [size for size in sizes if request.divides(each, size, grid.pipe)]
+        sizes = [size for size in divisors(share) if (size & (size - 1) == 0 and size <= most) or size == share]
+    return [size for size in sizes if request.divides(share, size, grid.pipe)]
 
 
 def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
@@ -147,8 +147,8 @@ class Priced(NamedTuple):
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
     """Key by which candidates are sorted: time, then the extent of memory-saving options."""
-    asked = _POLICIES.index(base.activations), _RESHARDS.index(base.reshard_after)
-    return step_s, *asked, *placement, base.virtual_stages
+    extent = _POLICIES.index(base.activations), _RESHARDS.index(base.reshard_after)
+    return step_s, *extent, *placement, base.virtual_stages
 
 
 def price(
@@ -189,27 +189,30 @@ def _candidates(
     request: PlanRequest, grid: GridShape, space: SearchSpace, virtual_stages: Sequence[int]
 ) -> Iterator[Candidate]:
     """Choices of a legal grid, offload and ZeRO aside."""
-    each = request.batch // grid.batch_shards
+    share = request.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
         if virtual > 1 and (policy_of(request.policy).one_stage or grid.pipe * virtual > segments(request)):
             continue
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:
-                yield from space.reshards(Candidate(grid, each // sequences, activations, virtual))
+                yield from space.reshards(Candidate(grid, share // sequences, activations, virtual))
 
 
-def front(found: Iterable[Priced]) -> list[Priced]:
+def front(candidates: Iterable[Priced]) -> list[Priced]:
     """Return the candidates that none beats in both time and memory, fastest first."""
-    return smaller(sorted(found, key=lambda one: sort_key(one.step_s, one.base, one.placement)), lambda one: one.memory)
+    return smaller(
+        sorted(candidates, key=lambda priced: sort_key(priced.step_s, priced.base, priced.placement)),
+        lambda priced: priced.memory,
+    )
 
 
-def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:
+def smaller(items: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:
     """Return, of items sorted by time, those that need less memory than all before."""
-    kept: list[Item] = []
-    for one in found:
-        if not kept or memory(one) < memory(kept[-1]):
-            kept.append(one)
-    return kept
+    smallest: list[Item] = []
+    for item in items:
+        if not smallest or memory(item) < memory(smallest[-1]):
+            smallest.append(item)
+    return smallest
 
 
 def placements_of(grid: GridShape, space: SearchSpace) -> list[StatePlacement]:
@@ -224,6 +227,6 @@ def has_room(model: CostModel, candidate: Candidate, limit: float) -> bool:
     return device <= limit and host_fits(model.request, host, candidate.grid)
 
 
-def host_fits(request: PlanRequest, each: float, grid: GridShape) -> bool:
+def host_fits(request: PlanRequest, device_bytes: float, grid: GridShape) -> bool:
     """Return True if a node's host memory holds so many bytes for each of its devices."""
-    return each * min(request.machine.node.devices, grid.devices) <= request.machine.host.memory_bytes
+    return device_bytes * min(request.machine.node.devices, grid.devices) <= request.machine.host.memory_bytes

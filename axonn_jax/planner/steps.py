@@ -82,8 +82,8 @@ def step(
     for replica in range(count):
         news = progress(f"simulating {name}" + (f", replica {replica + 1} of {count}" if count > 1 else ""), tasks)
         outcomes.append(simulate_perturbed(times, policy, by, replica, news))
-    slowest = max(outcomes, key=lambda one: (not one.finished, one.makespan))
-    return SimulatedStep(slowest, [one.makespan for one in outcomes], behind)
+    slowest = max(outcomes, key=lambda outcome: (not outcome.finished, outcome.makespan))
+    return SimulatedStep(slowest, [outcome.makespan for outcome in outcomes], behind)
 
 
 def baselines(
@@ -99,12 +99,12 @@ def baselines(
     request = prices.model.request
     for policy in _STATIC if candidate.grid.pipe > 1 else ():
         name = "1f1b (Megatron-LM)" if policy == "interleaved" and candidate.virtual_stages == 1 else policy
-        others = prices if policy == request.policy else Prices(CostModel(replace(request, policy=policy)))
-        need = others.model.footprint.memory(candidate).total
+        baseline = prices if policy == request.policy else Prices(CostModel(replace(request, policy=policy)))
+        need = baseline.model.footprint.memory(candidate).total
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
         else:
-            yield Baseline(name, step(others, candidate, by, replicas, progress, name).seconds, need)
+            yield Baseline(name, step(baseline, candidate, by, replicas, progress, name).seconds, need)
     flat_name = "1-D tensor parallelism"
     try:
         flat = tensor_1d(request, candidate.grid.devices, limit, space)
@@ -113,9 +113,9 @@ def baselines(
         return
     # All its devices wait for the slow one, and stop with the one that fails.
     slow, failed = {0: max(by.slow.values())} if by.slow else {}, {0: min(by.failed.values())} if by.failed else {}
-    alone = replace(by, slow=slow, failed=failed)
+    disturbance = replace(by, slow=slow, failed=failed)
     flatly = Prices(CostModel(replace(request, switches=NO_OVERLAP)))
-    done = step(flatly, flat.candidate, alone, replicas, progress, flat_name)
+    done = step(flatly, flat.candidate, disturbance, replicas, progress, flat_name)
     yield Baseline(flat_name, done.seconds, flat.memory.total)
 
 

@@ -44,8 +44,8 @@ def module_of(model: Any) -> nnx.Module:
         with without_mesh():  # of a grid that the script has made
             module = nnx.eval_shape(model if not isinstance(model, nnx.Module) else lambda: model)
     except _FOREIGN as error:
-        made = "a function that makes a flax.nnx.Module and its nnx.Rngs; this one raises"
-        raise UserError("model", name, f"{made} {first_line(error)}") from error
+        maker = "a function that makes a flax.nnx.Module and its nnx.Rngs; this one raises"
+        raise UserError("model", name, f"{maker} {first_line(error)}") from error
     if not isinstance(module, nnx.Module):
         raise UserError("model", type(module).__name__, accepted)
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
@@ -85,14 +85,14 @@ def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
     graph, state = nnx.split(module)
     try:
         with without_mesh():
-            found = jax.eval_shape(lambda state, batch: value_of(loss, nnx.merge(graph, state), batch), state, batch)
+            result = jax.eval_shape(lambda state, batch: value_of(loss, nnx.merge(graph, state), batch), state, batch)
     except _FOREIGN as error:
         shown = ", ".join(f"{leaf.dtype}{[*leaf.shape]}" for leaf in jax.tree.leaves(batch))
         raise UserError("batch", shown, f"a batch for the loss, which raises {first_line(error)}") from error
-    if getattr(found, "shape", None) != () or not is_float(found):
+    if getattr(result, "shape", None) != () or not is_float(result):
         raise UserError(
             "loss",
-            str(found).removeprefix("ShapeDtypeStruct"),
+            str(result).removeprefix("ShapeDtypeStruct"),
             "a function that returns a number, or a number and others",
         )
 

@@ -76,11 +76,11 @@ class ModelPlan:
         head = (*("data", "z", "y", "x"), "step, s", "compute, s", "sends, s", "memory, GB")
         rows = [
             (
-                *(str(getattr(one.grid, axis)) for axis in ("data", "z", "y", "x")),
-                *(f"{s:,.4f}" for s in (one.step_s, one.compute_s, sum(one.comm_s.values()))),
-                f"{one.memory_bytes / 1e9:,.2f}",
+                *(str(getattr(planned.grid, axis)) for axis in ("data", "z", "y", "x")),
+                *(f"{s:,.4f}" for s in (planned.step_s, planned.compute_s, sum(planned.comm_s.values()))),
+                f"{planned.memory_bytes / 1e9:,.2f}",
             )
-            for one in self.grids[:_SHOWN]
+            for planned in self.grids[:_SHOWN]
         ]
         out = [f"{count} grids left out: {why}" for why, count in self.left_out.items()]
         if self.too_large:
@@ -127,46 +127,47 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
     """
     check_loss(loss)
     integer("devices", devices, 1, MOST_DEVICES)
-    where = load_machine(str(machine)).shared(devices)
-    module, given = module_of(model), batch_of(batch)
-    check_value(module, loss, given.shapes)
-    made, left_out = list[PlannedGrid](), Counter[str]()
+    hardware = load_machine(str(machine)).shared(devices)
+    module, abstract_batch = module_of(model), batch_of(batch)
+    check_value(module, loss, abstract_batch.shapes)
+    planned, excluded = list[PlannedGrid](), Counter[str]()
     with without_mesh(), Ticker("tracing grids") as ticker:
-        grids = list(_grids(devices, given.rows, where, left_out))
+        grids = list(_grids(devices, abstract_batch.rows, hardware, excluded))
         for at, shape in enumerate(grids):
             ticker.now(f"tracing grid {at + 1} of {len(grids)}")
-            made.append(_planned(module, loss, given, shape, where))
-    limit = where.device.program_bytes * (1.0 - _SHORT)
-    fits = sorted((one for one in made if one.memory_bytes <= limit), key=lambda one: one.step_s)
-    large = sorted((one for one in made if one.memory_bytes > limit), key=lambda one: one.memory_bytes)
+            planned.append(_planned(module, loss, abstract_batch, shape, hardware))
+    limit = hardware.device.program_bytes * (1.0 - _SHORT)
+    fits = sorted((entry for entry in planned if entry.memory_bytes <= limit), key=lambda entry: entry.step_s)
+    large = sorted((entry for entry in planned if entry.memory_bytes > limit), key=lambda entry: entry.memory_bytes)
     if not fits:
-        why = f"at least {_gb(large[0])} of {limit / 1e9:.1f} GB a device" if large else _listed(left_out)
+        why = f"at least {_gb(large[0])} of {limit / 1e9:.1f} GB a device" if large else _listed(excluded)
         raise UserError("devices", devices, f"a number for which a grid fits; {why}")
-    alike = [one for one in fits if one.step_s < fits[0].step_s * (1 + _TIE)]
-    first = min(alike, key=lambda one: (len(one.sizes), one.grid.y * one.grid.x, one.grid.z))
-    title = f"{type(module).__name__} on {devices} x {where.device.kind}, {given.rows} rows a step, {where.half}"
-    return ModelPlan((first, *(one for one in fits if one is not first)), tuple(large), left_out, title, limit)
+    alike = [entry for entry in fits if entry.step_s < fits[0].step_s * (1 + _TIE)]
+    first = min(alike, key=lambda entry: (len(entry.sizes), entry.grid.y * entry.grid.x, entry.grid.z))
+    name, rows = type(module).__name__, abstract_batch.rows
+    title = f"{name} on {devices} x {hardware.device.kind}, {rows} rows a step, {hardware.half}"
+    return ModelPlan((first, *(entry for entry in fits if entry is not first)), tuple(large), excluded, title, limit)
 
 
 def _listed(reasons: Mapping[str, int]) -> str:
     return "; ".join(f"{count} grids: {why}" for why, count in reasons.items())
 
 
-def _gb(one: PlannedGrid) -> str:
-    sizes = " x ".join(f"{axis} {size}" for axis, size in one.sizes.items()) or "one device"
-    return f"{one.memory_bytes / 1e9:.1f} GB ({sizes})"
+def _gb(planned: PlannedGrid) -> str:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in planned.sizes.items()) or "one device"
+    return f"{planned.memory_bytes / 1e9:.1f} GB ({sizes})"
 
 
-def _grids(devices: int, rows: int, machine: Machine, left_out: Counter[str]) -> Iterator[GridShape]:
+def _grids(devices: int, rows: int, machine: Machine, excluded: Counter[str]) -> Iterator[GridShape]:
     """Yield the grids of so many devices: `y` and `x` inside a node, rows whole."""
     for z, y, x in product(divisors(devices), repeat=3):
         if devices % (z * y * x):
             continue
         grid = GridShape(data=devices // (z * y * x), z=z, y=y, x=x)
         if y * x > machine.node.devices:
-            left_out[f"y * x is above {machine.node.devices}, the devices of a node"] += 1
+            excluded[f"y * x is above {machine.node.devices}, the devices of a node"] += 1
         elif rows % grid.batch_shards:
-            left_out[f"data * z does not divide the batch's {rows} rows"] += 1
+            excluded[f"data * z does not divide the batch's {rows} rows"] += 1
         else:
             yield grid
 
@@ -179,32 +180,37 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
         return value_of(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.shapes))
 
     split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
-    apart: Any = nnx.split(split, trained, ...)
-    graph, params, rest = apart
+    pieces: Any = nnx.split(split, trained, ...)
+    graph, params, non_params = pieces
     half = precisions(machine.half).compute
 
-    def graded(params: Any, rest: Any, rows: Any) -> Any:
+    def graded(params: Any, non_params: Any, rows: Any) -> Any:
         def of(params: Any) -> Any:
-            state = jax.tree.map(lambda leaf: leaf, rest)  # Variables of this trace, which calls may change
+            state = jax.tree.map(lambda leaf: leaf, non_params)  # Variables of this trace, which calls may change
             return jnp.asarray(value_of(loss, nnx.merge(graph, params, state), rows), jnp.float32)
 
         return jax.value_and_grad(of)(params)
 
     cast = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half), params)
     with jax.numpy_dtype_promotion("standard"):  # a user's model need not name the dtypes of its constants
-        traced = jax.make_jaxpr(graded)(cast, rest, batch.shapes)
-    parts = [prod(sizes[axis] for axis in _axes(leaf)) for leaf in jax.tree.leaves((params, rest))]
-    given = [*parts, *(shape.batch_shards if rowed else 1 for rowed in batch.rowed)]
-    work = device_work(traced.jaxpr, given, len(parts), sizes, shape.batch_shards)
-    held = sum(p.size / n for p, n in zip(jax.tree.leaves(params), parts, strict=False))
-    others = jax.tree.leaves(rest)
-    kept = sum(v.size * v.dtype.itemsize / n for v, n in zip(others, parts[len(parts) - len(others) :], strict=True))
+        traced = jax.make_jaxpr(graded)(cast, non_params, batch.shapes)
+    parts = [prod(sizes[axis] for axis in _axes(leaf)) for leaf in jax.tree.leaves((params, non_params))]
+    input_parts = [*parts, *(shape.batch_shards if rowed else 1 for rowed in batch.rowed)]
+    work = device_work(traced.jaxpr, input_parts, len(parts), sizes, shape.batch_shards)
+    local_params = sum(p.size / n for p, n in zip(jax.tree.leaves(params), parts, strict=False))
+    state_leaves = jax.tree.leaves(non_params)
+    state_bytes = sum(
+        v.size * v.dtype.itemsize / n
+        for v, n in zip(state_leaves, parts[len(parts) - len(state_leaves) :], strict=True)
+    )
     sent, seconds, unsplit = _sent(split, shape, machine, half)
     rate = machine.peak(machine.half) * machine.matmul.large * machine.matmul.sustained
     light = machine.device.light_bytes_per_s or machine.device.memory_bytes_per_s
     compute = work.flops / rate + work.moved / light
-    update = held * (2 * (4 + ADAM) + 4 + itemsize(machine.half)) / machine.device.memory_bytes_per_s
-    memory = held * (4 + ADAM + (itemsize(machine.half) if machine.half != "fp32" else 0)) + kept + work.peak
+    update = local_params * (2 * (4 + ADAM) + 4 + itemsize(machine.half)) / machine.device.memory_bytes_per_s
+    memory = (
+        local_params * (4 + ADAM + (itemsize(machine.half) if machine.half != "fp32" else 0)) + state_bytes + work.peak
+    )
     step = compute + sum(seconds.values()) + update
     return PlannedGrid(shape, step, compute, seconds, sent, memory, unsplit)
 
@@ -227,11 +233,13 @@ def _sent(
     for entry in report.entries:
         if entry.dtype == jnp.float32:  # `Trainer` computes in half precision where a layer names no dtype
             entry = replace(entry, dtype=half)
-        moves: list[tuple[Any, Collection[str], int]] = [(one.kind, one.axes, one.bytes) for one in entry.transfers]
+        moves: list[tuple[Any, Collection[str], int]] = [
+            (transfer.kind, transfer.axes, transfer.bytes) for transfer in entry.transfers
+        ]
         if not entry.plan.sharded:
-            kept = frozenset[str]().union(*(spec_axes(spec) for _, spec in entry.plan.spread))
-            moves += [("all-gather", kept, entry.bytes)] if kept else []
-            moves.append(("all-reduce", kept | {"data", "z"}, entry.bytes))
+            spread_axes = frozenset[str]().union(*(spec_axes(spec) for _, spec in entry.plan.spread))
+            moves += [("all-gather", spread_axes, entry.bytes)] if spread_axes else []
+            moves.append(("all-reduce", spread_axes | {"data", "z"}, entry.bytes))
         for kind, over, count in moves:
             axes = tuple(axis for axis in MESH_AXES if axis in over and getattr(shape, axis) > 1)
             group = prod(int(getattr(shape, axis)) for axis in axes)

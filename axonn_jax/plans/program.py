@@ -80,19 +80,19 @@ class _Walk:
         self.bytes: list[float] = []
         self.born: list[int] = []
         self.read: list[int] = []
-        self.beside: list[float] = []
+        self.scratch: list[float] = []
         """Bytes that each operation needs while it runs, beside its inputs and results."""
 
     def array(self, size: float, shards: int) -> _Array:
         """Return a new array in memory."""
         self.bytes.append(size)
-        self.born.append(len(self.beside))
-        self.read.append(len(self.beside))
+        self.born.append(len(self.scratch))
+        self.read.append(len(self.scratch))
         return _Array(frozenset([len(self.bytes) - 1]), shards, size)
 
     def peak(self, results: Iterable[_Array]) -> float:
         """Return the most bytes at a time, if the results stay to the end."""
-        end = len(self.beside)
+        end = len(self.scratch)
         for result in results:
             for buffer in result.buffers:
                 self.read[buffer] = end
@@ -103,16 +103,16 @@ class _Walk:
         most = live = 0.0
         for at in range(end + 1):
             live += change[at]
-            most = max(most, live + (self.beside[at] if at < end else 0.0))
+            most = max(most, live + (self.scratch[at] if at < end else 0.0))
         return most
 
     def run(self, jaxpr: Any, arrive: Sequence[_Array], *, manual: bool) -> list[_Array]:
         """Return the results of a jaxpr for its inputs; in a `manual` one shapes are a device's own."""
-        known: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
+        env: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
 
         def of(var: Any) -> _Array:
             nothing = _Array(frozenset(), 1)
-            return nothing if hasattr(var, "val") else known.get(var, nothing)  # a literal is not hashable
+            return nothing if hasattr(var, "val") else env.get(var, nothing)  # a literal is not hashable
 
         eqns = _needed(jaxpr)
         readers = Counter(var for eqn in eqns for var in eqn.invars if not hasattr(var, "val"))
@@ -120,19 +120,19 @@ class _Walk:
         for eqn in eqns:
             shared = any(readers[var] > 1 for var in eqn.outvars)
             results = self._equation(eqn, [of(var) for var in eqn.invars], manual, shared)
-            known.update(zip(eqn.outvars, results, strict=True))
+            env.update(zip(eqn.outvars, results, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
-    def _whole(self, value: _Array, size: float) -> _Array:
+    def _gathered(self, value: _Array, size: float) -> _Array:
         """Return a value as an operation outside of manual regions reads it: a stored input is gathered."""
         return self.array(size, 1) if value.stored and value.shards > 1 else value
 
-    def _kept(self, values: Iterable[_Array]) -> frozenset[int]:
+    def _materialize(self, values: Iterable[_Array]) -> frozenset[int]:
         """Return the places of values that an operation reads from memory, into which computed ones are written now."""
         for value in values:
             if value.computed:
                 for buffer in value.buffers:
-                    self.read[buffer] = len(self.beside)
+                    self.read[buffer] = len(self.scratch)
                 value.buffers, value.computed = self.array(value.size, value.shards).buffers, False
         return frozenset[int]().union(*(value.buffers for value in values))
 
@@ -142,8 +142,8 @@ class _Walk:
             (body,) = bodies(eqn)
             inside = self.run(body, inputs, manual=True)
             parts = [prod(self.sizes[axis] for axis in spec_axes(spec)) for spec in eqn.params["out_specs"]]
-            for one, split in zip(inside, parts, strict=True):
-                one.shards = split
+            for array, split in zip(inside, parts, strict=True):
+                array.shards = split
             return inside
         if kind in ("scan", "while", "cond"):
             return self._loop(eqn, inputs, manual)
@@ -152,24 +152,24 @@ class _Walk:
         if kind in _SAME:
             return inputs[: len(eqn.outvars)]
         if not manual:
-            inputs = [self._whole(one, _size(var.aval)) for var, one in zip(eqn.invars, inputs, strict=True)]
+            inputs = [self._gathered(array, _size(var.aval)) for var, array in zip(eqn.invars, inputs, strict=True)]
         shards = [1 if manual else self._shards(var.aval, eqn, inputs) for var in eqn.outvars]
-        buffers = frozenset[int]().union(*(one.buffers for one in inputs))
-        again = not (kind in _DEAR and shared)
-        if kind in _FUSED and again and len(buffers) <= _MOST_FUSED:
+        buffers = frozenset[int]().union(*(array.buffers for array in inputs))
+        recomputed = not (kind in _DEAR and shared)
+        if kind in _FUSED and recomputed and len(buffers) <= _MOST_FUSED:
             sizes = (_size(var.aval) / split for var, split in zip(eqn.outvars, shards, strict=True))
             return [_Array(buffers, split, size, True) for split, size in zip(shards, sizes, strict=True)]
         if kind.startswith(("scatter", "dynamic_update_slice")) and inputs[0].computed:
             inputs = inputs[1:]  # written where the result is
-        buffers = buffers if kind in _FUSED else self._kept(inputs)
-        flops = _flops(eqn) / (1 if manual else max(one.shards for one in inputs))
+        buffers = buffers if kind in _FUSED else self._materialize(inputs)
+        flops = _flops(eqn) / (1 if manual else max(array.shards for array in inputs))
         self.flops += flops
         results = [self.array(_size(v.aval) / split, split) for v, split in zip(eqn.outvars, shards, strict=True)]
         for buffer in buffers:
-            self.read[buffer] = len(self.beside)
+            self.read[buffer] = len(self.scratch)
         if not flops:
-            self.moved += sum(one.size for one in (*inputs, *results))
-        self.beside.append(0.0)
+            self.moved += sum(array.size for array in (*inputs, *results))
+        self.scratch.append(0.0)
         return results
 
     def _shards(self, aval: Any, eqn: Any, inputs: list[_Array]) -> int:
@@ -177,14 +177,14 @@ class _Walk:
 
         It is split as its largest input, but where values are reduced along its rows as the batch is.
         """
-        pairs = [(_size(var.aval), one) for var, one in zip(eqn.invars, inputs, strict=True) if one.buffers]
+        pairs = [(_size(var.aval), array) for var, array in zip(eqn.invars, inputs, strict=True) if array.buffers]
         if _flops(eqn):
-            return 1 if _sums_rows(eqn) else max(one.shards for _, one in pairs)
+            return 1 if _sums_rows(eqn) else max(array.shards for _, array in pairs)
         largest = max((size for size, _ in pairs), default=0.0)
-        split = max((one.shards for size, one in pairs if size == largest), default=1)
-        for size, one in pairs:
-            if size == largest and one.shards < split and eqn.primitive.name in _FUSED:
-                self._split_more(one, split)
+        split = max((array.shards for size, array in pairs if size == largest), default=1)
+        for size, array in pairs:
+            if size == largest and array.shards < split and eqn.primitive.name in _FUSED:
+                self._split_more(array, split)
         if _size(aval) < largest and eqn.primitive.name in _REDUCED:
             split = min(split, self.rows) if aval.ndim else 1
         return max(1, split)
@@ -201,36 +201,36 @@ class _Walk:
         """Return the results of a loop, whose body has its memory once, or of the costliest branch of a choice."""
         inner = list(bodies(eqn))
         times = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
-        found = []
+        traced = []
         for body in inner:
             walk = _Walk(self.sizes, self.rows)
             at = len(inputs) - len(body.invars)
-            given = inputs[at:] if at >= 0 else [*inputs, *[_Array(frozenset(), 1)] * -at]
-            arrive = [replace(walk.array(0.0, one.shards), stored=one.stored) for one in given]
+            operands = inputs[at:] if at >= 0 else [*inputs, *[_Array(frozenset(), 1)] * -at]
+            arrive = [replace(walk.array(0.0, array.shards), stored=array.stored) for array in operands]
             results = walk.run(body, arrive, manual=manual)
-            found.append((walk.flops, walk.moved, walk.peak(results), results))
-        flops, moved, most, results = max(found, key=lambda one: one[0])
+            traced.append((walk.flops, walk.moved, walk.peak(results), results))
+        flops, moved, most, results = max(traced, key=lambda run: run[0])
         self.flops += times * flops
         self.moved += times * moved
-        split = [max(one.shards, 1) for one in results]
-        split += [max((one.shards for one in inputs), default=1)] * (len(eqn.outvars) - len(split))
+        split = [max(array.shards, 1) for array in results]
+        split += [max((array.shards for array in inputs), default=1)] * (len(eqn.outvars) - len(split))
         outs = zip(eqn.outvars, split, strict=False)
-        made = [self.array(_size(var.aval) / (1 if manual else parts), parts) for var, parts in outs]
-        for buffer in self._kept(inputs):
-            self.read[buffer] = len(self.beside)
-        self.beside.append(most)
-        return made
+        outputs = [self.array(_size(var.aval) / (1 if manual else parts), parts) for var, parts in outs]
+        for buffer in self._materialize(inputs):
+            self.read[buffer] = len(self.scratch)
+        self.scratch.append(most)
+        return outputs
 
 
 def _needed(jaxpr: Any) -> list[Any]:
     """Return the equations whose results are read."""
-    wanted = {var for var in jaxpr.outvars if not hasattr(var, "val")}
-    kept = []
+    live = {var for var in jaxpr.outvars if not hasattr(var, "val")}
+    needed = []
     for eqn in reversed(jaxpr.eqns):
-        if any(var in wanted for var in eqn.outvars) or eqn.effects:
-            kept.append(eqn)
-            wanted.update(var for var in eqn.invars if not hasattr(var, "val"))
-    return kept[::-1]
+        if any(var in live for var in eqn.outvars) or eqn.effects:
+            needed.append(eqn)
+            live.update(var for var in eqn.invars if not hasattr(var, "val"))
+    return needed[::-1]
 
 
 def _sums_rows(eqn: Any) -> bool:

@@ -55,10 +55,10 @@ class ChatTemplate:
             sources = _sources(directory)
         except (OSError, ValueError) as error:
             raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
-        if not (taken := {name: sources[name] for name in (DEFAULT, WITH_TOOLS) if sources.get(name)}):
-            others = f"{', '.join(sorted(sources))} alone, no {DEFAULT}" if any(sources.values()) else "none"
-            raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has {others}")
-        return cls(taken, special_tokens(directory, field), field, value)
+        if not (templates := {name: sources[name] for name in (DEFAULT, WITH_TOOLS) if sources.get(name)}):
+            available = f"{', '.join(sorted(sources))} alone, no {DEFAULT}" if any(sources.values()) else "none"
+            raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has {available}")
+        return cls(templates, special_tokens(directory, field), field, value)
 
     @classmethod
     def exists(cls, directory: Path) -> bool:
@@ -106,11 +106,11 @@ class ChatTemplate:
                 "messages", str(messages)[:80], 'a list of objects such as {"role": "user", "content": "hi"}'
             )
         template, spans = self._program(tools)
-        given = {**self._tokens, "messages": [*map(_plain, messages)], "tools": tools, "documents": None}
+        variables = {**self._tokens, "messages": [*map(_plain, messages)], "tools": tools, "documents": None}
         pieces = spans.begin()
         try:
             with _bounded_memory():
-                for piece in template.generate(**given, add_generation_prompt=answers):
+                for piece in template.generate(**variables, add_generation_prompt=answers):
                     pieces.append(piece)
         except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
@@ -119,9 +119,9 @@ class ChatTemplate:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as transformers hands it on: without nulls, which would be written as None; with aliases."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    thought = next((kept[key] for key in _REASONING if key in kept), None)
-    return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
+    fields = {key: value for key, value in message.items() if value is not None}
+    thought = next((fields[key] for key in _REASONING if key in fields), None)
+    return fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
 
 
 def _sources(directory: Path) -> dict[str, str]:
@@ -137,8 +137,8 @@ def _sources(directory: Path) -> dict[str, str]:
     entries = settings.get("chat_template")
     if isinstance(entries, list):
         entries = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    named = entries if isinstance(entries, dict) else {DEFAULT: entries}
-    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
+    by_name = entries if isinstance(entries, dict) else {DEFAULT: entries}
+    return {name: source for name, source in by_name.items() if isinstance(name, str) and isinstance(source, str)}
 
 
 class _Spans:
@@ -163,9 +163,9 @@ def special_tokens(directory: Path, field: str) -> dict[str, str]:
     """Return the texts of a tokenizer's special tokens by name; raise ``UserError`` for an unreadable file."""
     settings = tokenizer_settings(directory, field)
     extra = settings.get("extra_special_tokens")
-    named = {name: entry for name, entry in settings.items() if name.endswith("_token")}
-    named |= extra if isinstance(extra, dict) else {}
-    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
+    entries = {name: entry for name, entry in settings.items() if name.endswith("_token")}
+    entries |= extra if isinstance(extra, dict) else {}
+    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -228,11 +228,13 @@ def _environment(spans: _Spans) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals |= {
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": Names,
     }
-    return made
+    return environment

@@ -53,8 +53,8 @@ def encoded(
                 except UserError as error:
                     mix.leave_out(row.line, UserError(row.field, row.line, error.accepted))
 
-    given = expressed()
-    while batch := list(islice(given, _AT_ONCE)):
+    expressible = expressed()
+    while batch := list(islice(expressible, _AT_ONCE)):
         documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
         for (split, row, _), document in zip(batch, documents, strict=True):
             if loss == "all":
@@ -102,8 +102,8 @@ def _answers(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, in
     """True for each token, by its characters, that has one of an answer."""
     first, behind = np.asarray(offsets, np.int64).reshape(-1, 2).T
     # Some tokenizers leave spaces out of a token's characters: one of spaces alone reaches back to the token before.
-    before = np.maximum.accumulate(np.concatenate([[0], behind]))[:-1]
-    first = np.where(first == behind, np.minimum(before, first), first)
+    previous_end = np.maximum.accumulate(np.concatenate([[0], behind]))[:-1]
+    first = np.where(first == behind, np.minimum(previous_end, first), first)
     answered = np.zeros(len(first), bool)
     for begin, end in answers:
         answered |= (first < end) & (behind > begin)

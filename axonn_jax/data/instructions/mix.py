@@ -45,7 +45,7 @@ class Mix:
         mix: Sequence[str],
         seed: int,
         takes: Callable[[str], bool],
-        known: Set[int],
+        vocab_ids: Set[int],
         *,
         skip_bad: bool = False,
         valid: Path | None = None,
@@ -55,7 +55,7 @@ class Mix:
             raise UserError("--valid", str(valid), "a file of conversations")
         self._valid = valid
         self.unused, self.bad = Counter[str](), dict[str, UserError]()
-        self._takes, self._known, self._skip_bad = takes, known, skip_bad
+        self._takes, self._vocab_ids, self._skip_bad = takes, vocab_ids, skip_bad
         self._seed = f"{seed} mix\0".encode()
 
     def rows(self, turn: int = 0) -> Iterator[MixedRow]:
@@ -71,14 +71,14 @@ class Mix:
         self.bad[line] = error
 
     def _rows_of(self, path: Path, field: str, weight: float = 1.0) -> Iterator[MixedRow]:
-        for number, conversation in conversations(path, field, self.unused, self._takes, self._known):
+        for number, conversation in conversations(path, field, self.unused, self._takes, self._vocab_ids):
             if isinstance(conversation, UserError):
                 self.leave_out(file_line(path, number), conversation)
             else:
                 document = Document.of(conversation.text)
                 yield MixedRow(field, file_line(path, number), weight, conversation, document)
 
-    def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
+    def divided(self, splitter: Holdout) -> Iterator[tuple[str, MixedRow]]:
         """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
 
         Rows of a file of held-out ones come last. The part of a weight behind the point is a share of
@@ -86,7 +86,7 @@ class Mix:
         """
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
-                split = held.split_of(row.document)
+                split = splitter.split_of(row.document)
                 place = row.document.place(self._seed) / 2**64
                 if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
                     yield split, row

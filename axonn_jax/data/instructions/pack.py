@@ -43,9 +43,9 @@ class Packer:
             return []
         rows = first_fit([len(document.ids) for document in self._waiting], self._width)
         # The row opened last has the most room: its documents wait for those of the next window.
-        kept = rows.pop() if len(rows) > 1 else []
+        carried = rows.pop() if len(rows) > 1 else []
         full = [[self._waiting[at] for at in row] for row in rows]
-        self._waiting = [self._waiting[at] for at in kept]
+        self._waiting = [self._waiting[at] for at in carried]
         return full
 
     def rest(self) -> list[list[MarkedTokens]]:

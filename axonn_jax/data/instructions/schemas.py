@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 _QUESTIONS = ("instruction", "question", "problem")
 _ANSWERS = ("output", "response", "answer", "solution")
 _TOKENS = ("input_ids", "labels", "attention_mask")
-_LEFT_OUT = -100  # transformers' label of a token that is no target
+_IGNORED_LABEL = -100  # transformers' label of a token that is no target
 _LISTS = ("messages", "conversations")
 _SCHEMAS = '{"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"}, {"instruction", "output"} or '
 _SCHEMAS += '{"input_ids"}'
@@ -74,7 +74,7 @@ class Conversation(NamedTuple):
 
 
 def conversations(
-    path: Path, field: str, unused: Counter[str], takes: Callable[[str], bool], known: Set[int]
+    path: Path, field: str, unused: Counter[str], takes: Callable[[str], bool], vocab_ids: Set[int]
 ) -> Iterator[tuple[int, Conversation | UserError]]:
     """Yield the line's number and the conversation of every row of a file, compressed or not.
 
@@ -85,10 +85,10 @@ def conversations(
     if not path.is_file():  # a pipe would block, and the file is read more than once
         raise UserError(field, str(path), "a file with an object in JSON on each line, or Parquet")
     try:
-        for number, given in enumerate(rows_of(path), 1) if is_table(path) else _lines(path):
+        for number, record in enumerate(rows_of(path), 1) if is_table(path) else _lines(path):
             try:
-                row = _without_nulls(given) if isinstance(given, dict) else _row(given, number)
-                conversation, used = conversation_of(row, known)
+                row = _without_nulls(record) if isinstance(record, dict) else _row(record, number)
+                conversation, used = conversation_of(row, vocab_ids)
                 _check(conversation)
             except UserError as error:
                 yield number, UserError(field, file_line(path, number), error.accepted)
@@ -143,7 +143,7 @@ def _row(line: bytes, number: int) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tuple[Conversation, set[str]]:
+def conversation_of(row: Mapping[str, Any], vocab_ids: Set[int] = frozenset()) -> tuple[Conversation, set[str]]:
     """Return the conversation of a row in one of the schemas, and the keys that it is in.
 
     Of an instruction with an input, the user's content is both. Of a prompt and a completion that are lists of
@@ -151,12 +151,12 @@ def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tu
     those that it may have. Raises ``UserError`` for a row in none of the schemas.
     """
     if _TOKENS[0] in row:
-        return Conversation([], ready=_ready(row, known)), {*_TOKENS} & row.keys()
+        return Conversation([], ready=_ready(row, vocab_ids)), {*_TOKENS} & row.keys()
     tools = tools_of(row)
-    given = {"tools"} & row.keys()
+    tool_keys = {"tools"} & row.keys()
     if listed := next((key for key in _LISTS if key in row), None):
         messages, untrained = _listed(row[listed])
-        return Conversation(messages, tools, untrained), {listed} | given
+        return Conversation(messages, tools, untrained), {listed} | tool_keys
     if "text" in row and not row.keys() & {*_KEYS}:
         return Conversation([], document=_text(row, "text")), {"text"}
     question = next((key for key in _QUESTIONS if key in row), None)
@@ -174,10 +174,10 @@ def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tu
         keys = ("completion", *_ANSWERS) if answer is None else ("prompt", *_QUESTIONS)
         raise UserError("row", dict(row), f"{missing} in one of {', '.join(keys)}; this row has {', '.join(row)}")
     if isinstance(row[question], list) and isinstance(row[answer], list):
-        before, count = row[question], len(row[question])
-        (messages, first), (behind, second) = _listed(before), _listed(row[answer])
+        prompt, count = row[question], len(row[question])
+        (messages, first), (behind, second) = _listed(prompt), _listed(row[answer])
         untrained = first | {number + count for number in second}
-        return Conversation([*messages, *behind], tools, untrained, count), {question, answer} | given
+        return Conversation([*messages, *behind], tools, untrained, count), {question, answer} | tool_keys
     asked, used, content = None, {question, answer}, _text(row, question)
     if question != "prompt":
         used.add("input")
@@ -185,10 +185,10 @@ def conversation_of(row: Mapping[str, Any], known: Set[int] = frozenset()) -> tu
             asked = content, _text(row, "input")
             content = "\n\n".join(asked)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": _text(row, answer)}]
-    return Conversation(messages, tools, asked=asked), (used & row.keys()) | given
+    return Conversation(messages, tools, asked=asked), (used & row.keys()) | tool_keys
 
 
-def _ready(row: Mapping[str, Any], known: Set[int]) -> MarkedTokens:
+def _ready(row: Mapping[str, Any], vocab_ids: Set[int]) -> MarkedTokens:
     """Return the tokens of a row without its padding; those count whose labels are not -100, or all without labels.
 
     As in transformers a label is of the token at its own place. Raises ``UserError`` for other labels, for ids that are
@@ -211,13 +211,15 @@ def _ready(row: Mapping[str, Any], known: Set[int]) -> MarkedTokens:
     ids, labels = ids[first:behind], labels[first:behind]
     if not ids:
         raise UserError("row", ids, "at least one token in 'input_ids'")
-    if unknown := {*ids} - known:
-        accepted = f"input_ids of the tokenizer, whose largest is {max(known)}; {str(min(unknown))[:40]} is none"
+    if unknown := {*ids} - vocab_ids:
+        accepted = f"input_ids of the tokenizer, whose largest is {max(vocab_ids)}; {str(min(unknown))[:40]} is none"
         raise UserError("row", ids, accepted)
     tokens, targets = np.asarray(ids, np.uint32), np.asarray(labels)
-    counts = targets != _LEFT_OUT
+    counts = targets != _IGNORED_LABEL
     for at in np.flatnonzero(counts & (targets != tokens)):
-        accepted = f"labels that are {_LEFT_OUT} or the token at their place; {str(labels[at])[:40]} is at {ids[at]}"
+        accepted = (
+            f"labels that are {_IGNORED_LABEL} or the token at their place; {str(labels[at])[:40]} is at {ids[at]}"
+        )
         raise UserError("row", labels, accepted)
     return MarkedTokens(tokens, counts, 0)
 
@@ -254,7 +256,7 @@ def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
             message["role"] = _ROLES.get(message["role"], message["role"])
         content = message.get("content")
         if isinstance(content, list):
-            message["content"] = content = _joined(content)
+            message["content"] = content = _concatenated(content)
         calls = message.get("role") == "assistant" and message.get("tool_calls")
         if not isinstance(message.get("role"), str) or not (isinstance(content, str) or (content is None and calls)):
             raise UserError("row", entries, f"{accepted}: texts both")
@@ -270,7 +272,7 @@ def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
     return messages, frozenset(untrained)
 
 
-def _joined(parts: list[Any]) -> str:
+def _concatenated(parts: list[Any]) -> str:
     """Return the text of a content that is a list of parts."""
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise UserError("row", parts, 'parts of a content such as {"type": "text", "text": "hi"}, no others')

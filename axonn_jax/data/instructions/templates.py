@@ -77,15 +77,15 @@ class Alpaca:
             raise UserError("messages", None, "a text as the content of each message; see --template chat")
         passages, first = list[Passage](), len(conversation.messages) - len(turns)
         for at in range(0, len(turns), 2):
-            instruction, given = conversation.asked or (turns[at]["content"], "")
+            instruction, input_text = conversation.asked or (turns[at]["content"], "")
             if intro is None:
-                intro = _INTRO_INPUT if given else _INTRO
+                intro = _INTRO_INPUT if input_text else _INTRO
             question = f"### Instruction:\n{instruction}\n\n"
-            question += f"### Input:\n{given}\n\n" if given else ""
-            before = f"{intro}\n\n" if not passages else "\n\n"
-            before += f"{question}### Response:\n"
-            text = before + turns[at + 1]["content"]
-            passages.append(Passage(text, [(len(before), len(text))] if first + at + 1 in marked else [], True))
+            question += f"### Input:\n{input_text}\n\n" if input_text else ""
+            prompt = f"{intro}\n\n" if not passages else "\n\n"
+            prompt += f"{question}### Response:\n"
+            text = prompt + turns[at + 1]["content"]
+            passages.append(Passage(text, [(len(prompt), len(text))] if first + at + 1 in marked else [], True))
         return passages
 
 
@@ -134,20 +134,22 @@ class Jinja:
         for number in numbers:
             first, behind, around = contents.get(number, (0, 0, None))
             if around in shown:
-                before, after = shown[around]
-                spans.append((first - before, behind + after))
+                lead, trail = shown[around]
+                spans.append((first - lead, behind + trail))
                 continue
             spans.append(self._answer(text, conversation, number, mark))
-            before, after = first - spans[-1][0], spans[-1][1] - behind
-            if around and 0 <= before <= len(around[0]) and 0 <= after <= len(around[1]):
-                shown[around] = before, after
+            lead, trail = first - spans[-1][0], spans[-1][1] - behind
+            if around and 0 <= lead <= len(around[0]) and 0 <= trail <= len(around[1]):
+                shown[around] = lead, trail
         return spans
 
     def _contents(
         self, text: str, conversation: Conversation, mark: str
     ) -> dict[int, tuple[int, int, tuple[str, str]]]:
         """Return first character, end and neighbouring texts of contents, or none where those depend on a content."""
-        contents = {at: each["content"] for at, each in enumerate(conversation.messages) if each["content"] is not None}
+        contents = {
+            at: message["content"] for at, message in enumerate(conversation.messages) if message["content"] is not None
+        }
         signs = {at: {"content": f"{mark}{at}{mark}"} for at in contents}
         talk = [message | signs.get(at, {}) for at, message in enumerate(conversation.messages)]
         try:
@@ -157,13 +159,13 @@ class Jinja:
         if parts[1::2] != [*map(str, contents)] or not text.startswith(parts[0]):
             return {}
         places, at = dict[int, tuple[int, int, tuple[str, str]]](), len(parts[0])
-        for (number, content), before, after in zip(contents.items(), parts[::2], parts[2::2], strict=False):
+        for (number, content), prefix, suffix in zip(contents.items(), parts[::2], parts[2::2], strict=False):
             forms = (content, content.strip(), content.lstrip(), content.rstrip())
-            form = next((form for form in forms if text.startswith(form + after, at)), None)
+            form = next((form for form in forms if text.startswith(form + suffix, at)), None)
             if form is None:
                 return {}
-            places[number] = at, at + len(form), (before, after)
-            at += len(form + after)
+            places[number] = at, at + len(form), (prefix, suffix)
+            at += len(form + suffix)
         return places if at == len(text) else {}
 
     def _answer(self, text: str, conversation: Conversation, at: int, mark: str) -> tuple[int, int]:
@@ -181,22 +183,22 @@ class Jinja:
             place = self._parted(talk[: at + 1], tools, at, mark)[0]
             if closed.startswith(place):
                 return max(len(place), len(head)), len(closed)
-        before, behind = self._parted(talk, tools, at, mark)
+        prefix, suffix = self._parted(talk, tools, at, mark)
         begin, tail = self._parted(talk[: at + 1], tools, at, mark)
-        if text.startswith(before) and text.endswith(behind) and len(before) + len(behind) <= len(text):
-            return len(before), len(text) - len(behind) + len(_common(behind, tail))
-        body = _common(text[len(before) :], closed[len(begin) :])
-        if body and text.startswith(before) and closed.startswith(begin):
-            return len(before), len(before) + len(body)
+        if text.startswith(prefix) and text.endswith(suffix) and len(prefix) + len(suffix) <= len(text):
+            return len(prefix), len(text) - len(suffix) + len(_common(suffix, tail))
+        body = _common(text[len(prefix) :], closed[len(begin) :])
+        if body and text.startswith(prefix) and closed.startswith(begin):
+            return len(prefix), len(prefix) + len(body)
         raise Unmarked("--template", text[-80:], "a template in whose text each answer can be found; or --loss all")
 
     def _parted(self, talk: Sequence[Any], tools: Any, at: int, mark: str) -> tuple[str, str]:
         """Return the text before and behind the content of message number `at`."""
         changed = [*talk[:at], talk[at] | {"content": mark}, *talk[at + 1 :]]
-        before, place, behind = self.template.text(changed, tools, answers=False).rpartition(mark)
+        prefix, place, suffix = self.template.text(changed, tools, answers=False).rpartition(mark)
         if not place:
-            raise Unmarked("--template", before[-80:], "a template with a place for the response; or --loss all")
-        return before, behind
+            raise Unmarked("--template", prefix[-80:], "a template with a place for the response; or --loss all")
+        return prefix, suffix
 
 
 def _common(first: str, second: str) -> str:

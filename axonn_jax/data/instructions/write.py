@@ -98,34 +98,38 @@ def prepare_instructions(
         raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
     check_numbers(holdout, seed, shard_tokens)
     share = 0 if options.valid else holdout
-    known = {*encoder.get_vocab(with_added_tokens=True).values()}
-    chosen = files_of(source, split, (), report)
-    mix = Mix(chosen.paths, options.mix, seed, template.takes, known, skip_bad=options.skip_bad, valid=options.valid)
+    vocab_ids = {*encoder.get_vocab(with_added_tokens=True).values()}
+    selection = files_of(source, split, (), report)
+    mix = Mix(
+        selection.paths, options.mix, seed, template.takes, vocab_ids, skip_bad=options.skip_bad, valid=options.valid
+    )
     encoder.encode_special_tokens = not template.special
-    vocab, width, out = max(known) + 1, options.seq_len + 1, out.resolve()
+    vocab, width, out = max(vocab_ids) + 1, options.seq_len + 1, out.resolve()
     limit = max(shard_tokens // width, 1) * width  # whole rows in each file
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        held, size = Holdout(share, seed), 0
+        splitter, size = Holdout(share, seed), 0
         for read in mix.rows():
-            held.see(read.document)
+            splitter.see(read.document)
             size += round(read.document.characters * read.weight)
             report("reading", size, 0)
-        if held.alike:
+        if splitter.alike:
             accepted = "at least two rows that differ, one to hold out" if share else "at least one row"
             raise UserError("SOURCE", str(source), accepted)
         unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
         with ExitStack() as stack:
-            made = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
-            rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in made.items()}
+            writers = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
+            rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in writers.items()}
             done = 0
             unmarked = dict[str, UserError]()
-            given = mix.divided(held), template, options.loss, encoder, begin, end
-            for split, document, row in encoded(mix, *given, unmarked):
+            arguments = mix.divided(splitter), template, options.loss, encoder, begin, end
+            for split, document, row in encoded(mix, *arguments, unmarked):
                 rows[split].add(document, row.conversation)
                 done += row.document.characters
                 report("encoding", done, size)
             splits = {name: of_split.close() for name, of_split in rows.items()}
-        left = rows["train"].left + rows["valid"].left + Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
+        skipped = (
+            rows["train"].skipped + rows["valid"].skipped + Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
+        )
         if unmarked and not any(split.tokens for split in splits.values()):
             line, error = next(iter(unmarked.items()))
             raise UserError("--template", options.template, f"{error.accepted}; at {line}")
@@ -146,12 +150,12 @@ def prepare_instructions(
             eot_id=end,
             splits=splits,
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
-            skipped=left,
-            options={**chosen.facts, **_given(options, template.source), "holdout": holdout, "seed": seed},
+            skipped=skipped,
+            options={**selection.facts, **_user_options(options, template.source), "holdout": holdout, "seed": seed},
         )
     lines = [
         *([_DEFAULT_LINES[options.template]] if used and not by_user else []),
-        *_left_out(manifest, unused),
+        *_skipped_lines(manifest, unused),
         *_refused("rows of no use", mix.bad),
         *_refused("conversations whose answers the template's text does not show", unmarked),
         *_ends(encoder, tokenizer, rows),
@@ -159,7 +163,7 @@ def prepare_instructions(
     return manifest, lines
 
 
-def _given(options: InstructionOptions, template: str) -> dict[str, Any]:
+def _user_options(options: InstructionOptions, template: str) -> dict[str, Any]:
     """The options as a manifest has them."""
     return {
         "template": options.template,
@@ -177,7 +181,7 @@ class _Rows:
 
     def __init__(self, writer: ShardWriter, options: InstructionOptions):
         self.writer, self._options, self._width = writer, options, options.seq_len + 1
-        self.left = Counter[str]()
+        self.skipped = Counter[str]()
         """Documents left out or cut, by kind."""
         self.shortest: int | None = None
         """Tokens of the shortest document."""
@@ -196,13 +200,13 @@ class _Rows:
         self.shortest = length if self.shortest is None else min(self.shortest, length)
         if length > self._width:
             if self._options.too_long == "drop":
-                self.left["too_long"] += 1
+                self.skipped["too_long"] += 1
                 return
             document = document.cut(self._width)
         if not document.targets:
-            self.left["without_targets"] += 1
+            self.skipped["without_targets"] += 1
             return
-        self.left["cut"] += length > self._width
+        self.skipped["cut"] += length > self._width
         for row in self._packer.add(document):
             self._write(row)
 
@@ -231,23 +235,25 @@ def _check_filled(
     splits: dict[str, Split], rows: dict[str, _Rows], options: InstructionOptions, share: float, source: Path
 ) -> None:
     """Raise ``UserError`` where a split has no rows."""
-    wanted = SPLITS if share or options.valid else SPLITS[:1]
-    empty = [name for name in wanted if not splits[name].tokens]
+    required = SPLITS if share or options.valid else SPLITS[:1]
+    empty = [name for name in required if not splits[name].tokens]
     shortest = min((of_split.shortest for of_split in rows.values() if of_split.shortest), default=0)
-    if empty == [*wanted] and shortest > options.seq_len + 1:
+    if empty == [*required] and shortest > options.seq_len + 1:
         hint = "or --too-long cut" if options.too_long == "drop" else "cut to a row, none has a target"
         accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; {hint}"
         raise UserError("--seq-len", options.seq_len, accepted)
     if empty:
-        kinds = sum((rows[name].left for name in empty), Counter[str]()).items()
-        left = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in kinds if kind != "cut")
-        if empty == [*wanted]:
-            raise UserError("SOURCE", str(source), f"a document with a target that counts; all are left out ({left})")
-        accepted = f"a split with a document in each part; of {empty[0]} all are left out ({left}); see --seq-len"
+        kinds = sum((rows[name].skipped for name in empty), Counter[str]()).items()
+        skipped = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in kinds if kind != "cut")
+        if empty == [*required]:
+            raise UserError(
+                "SOURCE", str(source), f"a document with a target that counts; all are left out ({skipped})"
+            )
+        accepted = f"a split with a document in each part; of {empty[0]} all are left out ({skipped}); see --seq-len"
         raise UserError("--holdout", share, accepted)
 
 
-def _left_out(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
+def _skipped_lines(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
     """Yield lines on keys that were not read, and on conversations that were left out or cut."""
     if unused:
         yield f"keys not read: {first_of([f'{key} ({count:,} rows)' for key, count in sorted(unused.items())])}"

@@ -16,7 +16,7 @@ from axonn_jax.options import Activations, AttentionKernel, ReshardAfter
 from axonn_jax.planner.cost_model.traffic import Line, Part, Traffic
 from axonn_jax.planner.machines.machine import Machine, matmul_share
 from axonn_jax.planner.memory import itemsize
-from axonn_jax.planner.request import PlanRequest, form_taken
+from axonn_jax.planner.request import PlanRequest, select_attention_form
 from axonn_jax.tensor.kernel_choice import tiles
 
 _FUSED: tuple[AttentionKernel, ...] = ("cudnn", "splash")
@@ -24,7 +24,7 @@ _FUSED: tuple[AttentionKernel, ...] = ("cudnn", "splash")
 
 def usual_kernel(machine: Machine) -> AttentionKernel:
     """The one whose rate is `device.attention`: of common heads in half precision."""
-    return form_taken(machine.device, machine.half, 64, 128).kernel
+    return select_attention_form(machine.device, machine.half, 64, 128).kernel
 
 
 class Seconds(NamedTuple):
@@ -79,8 +79,8 @@ class Compute:
         """Return the times of the mean block for a microbatch of so many sequences a device."""
         at = Place(expert, 1, y, x, self.seq, self.item, self.comm.sequence_split)
         mean = Seconds(0.0, 0.0, 0.0, 0.0)
-        how = (self.request.lora, at, self.comm, self.request.moe)
-        for layer in describe_trained(self.shape, *how, scanned=True)[1:-1]:
+        settings = (self.request.lora, at, self.comm, self.request.moe)
+        for layer in describe_trained(self.shape, *settings, scanned=True)[1:-1]:
             forward = inputs = weights = heads = moved = 0.0
             for op in operations(layer):
                 if isinstance(op, Multiply):
@@ -197,18 +197,18 @@ class PartTimes:
         if part != "block":
             activations = "none"  # only blocks are computed again
         seconds = self._compute(part, sequences)
-        again = 0.0
+        recompute = 0.0
         if activations in ("full", "offload"):
-            again = seconds.forward
+            recompute = seconds.forward
         elif activations in ("dots", "save_collectives"):
-            again = seconds.light
-        back = again + seconds.inputs + seconds.weights
+            recompute = seconds.light
+        back = recompute + seconds.inputs + seconds.weights
         if activations == "offload":  # a block's input goes to the host and comes back, beside everything else
             moved = self.compute.item * sequences * self.compute.seq * self.compute.shape.hidden / self.grid.x
             copied = moved / self.request.machine.host.bytes_per_s
-            again += max(0.0, copied - back)
+            recompute += max(0.0, copied - back)
             seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
-        on, times = self.request.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
+        on, times = self.request.switches, Times(compute=seconds.forward + recompute + seconds.inputs + seconds.weights)
         window = partial(_Window, speed=1.0 - self.request.machine.device.contention, times=times, sequences=sequences)
         lines = partial(self.traffic.lines, self.grid, part)
         half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other sub-batch's matmuls, one of two
@@ -217,7 +217,7 @@ class PartTimes:
         forward.add(lines("reduce"), half if on.forward else 0.0)
         backward = window(back)
         backward.add(lines("input"), seconds.weights if on.gradients else 0.0)
-        recomputed = window(again)
+        recomputed = window(recompute)
         if lifetime == "forward":
             backward.add(lines("regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
@@ -226,10 +226,10 @@ class PartTimes:
             backward.add(lines("reread"), seconds.inputs if on.gradients else 0.0)
         else:
             recomputed.add(lines("reread"), half if on.forward else 0.0)
-        late = window(backward.left)
+        late = window(backward.remaining)
         late.add(lines("scatter") if lifetime != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed
-        times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
+        times.inputs = recompute + seconds.inputs + backward.exposed + recomputed.exposed
         times.weights = seconds.weights + late.exposed
         return times
 
@@ -249,15 +249,15 @@ class _Window:
     """
 
     def __init__(self, compute: float | dict[bool, float], speed: float, times: Times, sequences: int):
-        self.left = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}
+        self.remaining = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}
         self.speed, self.times, self.sequences, self.exposed = speed, times, sequences, 0.0
 
     def add(self, lines: Iterable[Line], most: float) -> None:
         """Add collectives of which at most `most` seconds can be hidden here."""
         for line in lines:
             seconds = line.at(self.sequences)
-            hidden = max(0.0, min(self.speed * seconds, most, self.left[line.near]))
-            self.left[line.near] -= hidden
+            hidden = max(0.0, min(self.speed * seconds, most, self.remaining[line.near]))
+            self.remaining[line.near] -= hidden
             most -= hidden
             self.exposed += seconds - hidden
             self.times.exposed[line.axis] = self.times.exposed.get(line.axis, 0.0) + seconds - hidden

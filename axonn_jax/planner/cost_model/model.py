@@ -38,10 +38,10 @@ class CostModel:
     def tasks(self, candidate: Candidate) -> PartTimes:
         """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
         grid, comm = candidate.grid, self.request.comm(candidate.grid, candidate.activations)
-        placed = copies(grid, self.request.machine.node.devices, grid.inside.devices)
-        key = (placed, grid.inside, comm)
+        distinct = copies(grid, self.request.machine.node.devices, grid.inside.devices)
+        key = (distinct, grid.inside, comm)
         if key not in self._tasks:
-            mesh = replace(grid.inside, pipe=placed)
+            mesh = replace(grid.inside, pipe=distinct)
             self._tasks[key] = PartTimes(mesh, self.request, *self.priced(comm))
         return self._tasks[key]
 
@@ -55,14 +55,14 @@ class CostModel:
         return min(self._bound(grid, *self.priced(comm), reductions) for comm in ways)
 
     def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic, reductions: bool) -> float:
-        each, layers = self.request.batch // grid.batch_shards, self.request.shape.layers / grid.pipe
-        sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
+        share, layers = self.request.batch // grid.batch_shards, self.request.shape.layers / grid.pipe
+        sizes = {size for size in (1, 2, 4, 8, 16, 32, share) if share % size == 0}
         blocks = [(of_compute.block(grid.expert, grid.x, grid.y, size), size) for size in sizes]
-        compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
+        compute = min((times.forward + times.inputs + times.weights) / size for times, size in blocks) * share
         carried = {True: 0.0, False: 0.0}
         for role in ("reduce", "input"):
             for line in traffic.lines(grid, "block", role):
-                carried[line.near] += line.each * each
+                carried[line.near] += line.each * share
         # Once a microbatch, of which a pipeline has as many as stages.
         for line in traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe
@@ -107,8 +107,8 @@ class CostModel:
             sums[axis] = sums.get(axis, 0.0) + seconds
 
         for _, count, times in parts:
-            for sums, found in ((exposed, times.exposed), (hidden, times.hidden)):
-                for axis, seconds in found.items():
+            for sums, seconds_by_axis in ((exposed, times.exposed), (hidden, times.hidden)):
+                for axis, seconds in seconds_by_axis.items():
                     add(sums, axis, count * candidate.microbatches * seconds)
         wait, messages = self._waits(candidate, parts)
         memory = self.footprint.memory(candidate)
@@ -153,13 +153,13 @@ class CostModel:
         block = tasks.times("block", sequences, candidate.activations, gathers, candidate.lifetime)
         ends: tuple[Part, Part] = ("first", "last")
         first, last = (tasks.times(part, sequences, "none", gathers, candidate.lifetime) for part in ends)
-        found: list[Parts] = []
+        by_load: list[Parts] = []
         for load in self.footprint.ranks.loads(candidate.grid.pipe):
             parts: Parts = [("block", load.blocks, block)]
             parts += [("first", 1.0, first)] if load.first else []
             parts += [("last", 1.0, last)] if load.last else []
-            found.append(parts)
-        return max(found, key=lambda parts: _sum(parts, "total"))
+            by_load.append(parts)
+        return max(by_load, key=lambda parts: _sum(parts, "total"))
 
     def _largest(self, grid: GridShape) -> Load:
         """The rank with the most parameters."""
@@ -178,19 +178,20 @@ class CostModel:
         split, message = self.request.schedule(candidate).splits, self.message(candidate)
         work = forward + inputs + weights
         unit = forward + max(0.0, inputs - weights) if split else work
-        way = forward + inputs if split else work
-        kept = pipe * way + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
-        late = self._period(candidate, work, kept) - work
+        pass_s = forward + inputs if split else work
+        lifetime = pipe * pass_s + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
+        late = self._period(candidate, work, lifetime) - work
         messages = (pipe - 1) * (1 if split else 2) * message
         # Several stages take microbatches by groups of `pipe`; the last ranks wait where the last group is not whole.
         short = 0.0 if split else -candidate.microbatches % pipe * (stages - 1) / stages * (inputs + weights)
         return (pipe - 1) * unit / stages + short, messages + candidate.microbatches * late
 
-    def _period(self, candidate: Candidate, work: float, kept: float) -> float:
-        """Seconds from one microbatch to the next where each takes a rank `work` and is kept for `kept`.
+    def _period(self, candidate: Candidate, work: float, lifetime: float) -> float:
+        """Return the seconds between microbatches that each keep a rank busy for `work` and stay live for `lifetime`.
 
-        No less than either `work` or `kept` over the microbatches in flight; where both are about as long it is more,
-        since a rank is often in the middle of a task when a message comes. The power is fitted to simulations.
+        The period is at least `work`, and at least `lifetime` divided by the microbatches in flight. Where the two
+        bounds are close it is longer, because a message often arrives while the rank is in the middle of a task. The
+        power that joins the bounds is fitted to simulations.
         """
         pipe, stages, policy = candidate.grid.pipe, candidate.virtual_stages, self.request.schedule(candidate)
         # Of a rank's stages the deepest is left first: on average a microbatch keeps (V + 1) / 2 activations.
@@ -198,8 +199,8 @@ class CostModel:
         if candidate.microbatches <= room:
             return work
         if room <= pipe and stages == 1 and not policy.splits:
-            return max(work, kept / room)  # as regular as 1F1B
-        return float((work**_POWER + (kept / room) ** _POWER) ** (1 / _POWER))
+            return max(work, lifetime / room)  # as regular as 1F1B
+        return float((work**_POWER + (lifetime / room) ** _POWER) ** (1 / _POWER))
 
     def _once_for_all(self, candidate: Candidate, parts: Parts) -> Iterator[tuple[str, float]]:
         """Yield seconds by axis of collectives over `z` that all microbatches share.
@@ -215,8 +216,8 @@ class CostModel:
         speed = 1.0 - self.request.machine.device.contention
         for part, count, _ in parts:
             for line in traffic.lines(grid, part, "gather"):
-                beside = forward if part == "block" and self.request.switches.gathers and not candidate.once else 0.0
-                yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
+                hiding = forward if part == "block" and self.request.switches.gathers and not candidate.once else 0.0
+                yield line.axis, count * (line.fixed - min(speed * line.fixed, hiding))
             for line in traffic.lines(grid, part, "scatter") if candidate.once else ():
                 yield line.axis, count * line.fixed
 
@@ -232,11 +233,11 @@ class CostModel:
 
     def _update(self, grid: GridShape, load: Load, placement: StatePlacement, device: float) -> float:
         (dense, experts), host = self.footprint.ranks.trained(grid, load), 0.0
-        own = dense / grid.replicas + experts / grid.data if placement[1] else dense + experts
+        local_params = dense / grid.replicas + experts / grid.data if placement[1] else dense + experts
         if placement[0]:
             host = self.footprint.ranks.state(grid, load, placement).host
         travelling = (1 - self.footprint.staying(host, device) / host) if host else 0.0
-        return self.compute.update(dense + experts, own, self.request.gradient_item, travelling, load.moment)
+        return self.compute.update(dense + experts, local_params, self.request.gradient_item, travelling, load.moment)
 
 
 def _sum(parts: Parts, name: str) -> float:

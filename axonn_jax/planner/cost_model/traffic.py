@@ -75,7 +75,7 @@ class Traffic:
         key = (copies(grid, self._machine.node.devices, mesh.devices), mesh)
         if key not in self._inside:
             self._shape.check_grid(mesh, sequence_split=self._comm.sequence_split)
-            self._inside[key] = self._priced(replace(mesh, pipe=key[0]), predict_microbatch(self._work(mesh)))
+            self._inside[key] = self._lines_of(replace(mesh, pipe=key[0]), predict_microbatch(self._work(mesh)))
         return self._inside[key].get((part, role), ())
 
     def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
@@ -83,7 +83,7 @@ class Traffic:
         key = (copies(grid, self._machine.node.devices, grid.stage_devices), grid.data, grid.inside)
         if key not in self._updates:
             mesh = replace(grid, pipe=1)
-            lines = self._priced(replace(mesh, pipe=key[0]), predict_update(self._work(mesh)))
+            lines = self._lines_of(replace(mesh, pipe=key[0]), predict_update(self._work(mesh)))
             parts: tuple[Part, ...] = ("block", "first", "last", "step")
             self._updates[key] = tuple((part, line) for part in parts for line in lines.get((part, "update"), ()))
         return self._updates[key]
@@ -92,67 +92,77 @@ class Traffic:
         """A microbatch of one sequence a device."""
         return self._request.step(Candidate(mesh, activations="full"), mesh.batch_shards, self._comm)
 
-    def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
+    def _lines_of(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
         links = GroupLinks(grid, self._machine)
         sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
         costs: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[float, bool, Curve, float]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
-        for one in collectives:
-            if one.group == 1:
+        for collective in collectives:
+            if collective.group == 1:
                 continue
-            how = (one.kind, one.axes)
-            if how not in costs:
-                costs[how] = (links.rate(one.axes), links.near(one.axes), links.curve(*how), links.latency(*how))
-            rate, near, curve, hops = costs[how]
-            part, role = _part(one), _role(one)
-            count = one.times / (self._shape.layers if part == "block" else 1)
+            cost_key = (collective.kind, collective.axes)
+            if cost_key not in costs:
+                costs[cost_key] = (
+                    links.rate(collective.axes),
+                    links.near(collective.axes),
+                    links.curve(*cost_key),
+                    links.latency(*cost_key),
+                )
+            rate, near, curve, hops = costs[cost_key]
+            part, role = _part(collective), _role(collective)
+            count = collective.times / (self._shape.layers if part == "block" else 1)
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
-            grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
-            where = (one.axes[0], near)
+            grows = collective.phase != "update" and (collective.kind == "all-reduce" or _of_stream(collective))
+            link = (collective.axes[0], near)
             if not curve:
                 latency = hops * count
-                ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
-                seconds = count * ring * one.whole / rate
-                line = Line(*where, latency, seconds) if grows else Line(*where, latency + seconds, 0.0)
+                ring = (2 if collective.kind == "all-reduce" else 1) * (collective.group - 1) / collective.group
+                seconds = count * ring * collective.buffer_bytes / rate
+                line = Line(*link, latency, seconds) if grows else Line(*link, latency + seconds, 0.0)
             elif grows:
-                line = Line(*where, 0.0, 0.0, ((count, curve, one.whole),))
+                line = Line(*link, 0.0, 0.0, ((count, curve, collective.buffer_bytes),))
             elif role == "update" and part != "step":  # gradients travel together, in buckets
-                line = Line(*where, count * slope(curve) * one.whole, 0.0)
-                buckets[one.axes] = Line(*where, max(0.0, curve[-1][1] - slope(curve) * curve[-1][0]), 0.0)
+                line = Line(*link, count * slope(curve) * collective.buffer_bytes, 0.0)
+                buckets[collective.axes] = Line(*link, max(0.0, curve[-1][1] - slope(curve) * curve[-1][0]), 0.0)
             else:
-                line = Line(*where, count * between(curve, one.whole), 0.0)
+                line = Line(*link, count * between(curve, collective.buffer_bytes), 0.0)
             _add(sums.setdefault((part, role), {}), line)
         for line in buckets.values():
             _add(sums.setdefault(("step", "update"), {}), line)
-        return {key: tuple(found.values()) for key, found in sums.items()}
+        return {key: tuple(by_link.values()) for key, by_link in sums.items()}
 
 
-def _of_stream(one: Predicted) -> bool:
+def _of_stream(collective: Predicted) -> bool:
     """Return True for a gather, scatter or exchange of the residual stream or tokens, not of weights."""
-    return one.kind != "all-reduce" and one.axes in (("expert",), ("y",), ("x",))
+    return collective.kind != "all-reduce" and collective.axes in (("expert",), ("y",), ("x",))
 
 
-def _role(one: Predicted) -> Role:
+def _role(collective: Predicted) -> Role:
     """Return the role of a collective: of the update, of weights, or of outputs and tokens."""
-    if one.phase == "update":
+    if collective.phase == "update":
         return "update"
-    reread = one.phase == "recompute" and one.kind == "all-gather" and one.axes == ("y",) and one.name != TOKENS
+    reread = (
+        collective.phase == "recompute"
+        and collective.kind == "all-gather"
+        and collective.axes == ("y",)
+        and collective.name != TOKENS
+    )
     weights: tuple[Role, Role, Role] = ("gather", "regather", "scatter")
     outputs: tuple[Role, Role, Role] = ("reduce", "reread" if reread else "rereduce", "input")
-    roles = outputs if one.kind == "all-reduce" or _of_stream(one) else weights
-    return roles[("forward", "recompute", "backward").index(one.phase)]
+    roles = outputs if collective.kind == "all-reduce" or _of_stream(collective) else weights
+    return roles[("forward", "recompute", "backward").index(collective.phase)]
 
 
-def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:
+def _add(lines: dict[tuple[str, bool], Line], line: Line) -> None:
     key = (line.axis, line.near)
-    found[key] = found[key].plus(line) if key in found else line
+    lines[key] = lines[key].plus(line) if key in lines else line
 
 
-def _part(one: Predicted) -> Part:
-    layer = one.name.partition(".")[0]
+def _part(collective: Predicted) -> Part:
+    layer = collective.name.partition(".")[0]
     if layer == "blocks":
         return "block"
     if layer in ("embedding", "positions"):
         return "first"
-    return "step" if one.name in ("targets", "mean loss", "global norm") else "last"
+    return "step" if collective.name in ("targets", "mean loss", "global norm") else "last"

@@ -204,11 +204,11 @@ class Machine:
 
     def peak(self, precision: Precision) -> float:
         """FLOP/s advertised for matmuls; raises ``UserError`` where the device has no such units."""
-        found = float(getattr(self.device, f"peak_{precision}"))
-        if found <= 0:
+        rate = float(getattr(self.device, f"peak_{precision}"))
+        if rate <= 0:
             have = [name for name in get_args(Precision) if getattr(self.device, f"peak_{name}") > 0]
             raise UserError("--memory.precision", precision, f"one that a {self.device.kind} has: {', '.join(have)}")
-        return found
+        return rate
 
     @property
     def half(self) -> Precision:
@@ -245,8 +245,8 @@ class Machine:
         For groups `across` nodes only measurements across nodes count.
         """
         rows = [row for row in self.bandwidth if not across or row.inner * row.size > self.node.devices]
-        found = at_place(rows, inner, size)
-        return found[0].gib_per_s * GIB if found else None
+        points = at_place(rows, inner, size)
+        return points[0].gib_per_s * GIB if points else None
 
 
 def at_place(rows: Sequence[Row], inner: int, size: int) -> list[Row]:

@@ -13,7 +13,7 @@ from axonn_jax.planner.machines.machine import Machine
 
 _FOLDER = Path(__file__).parent
 
-_APART: Mapping[str, tuple[str, ...]] = {
+_TABLE_KEYS: Mapping[str, tuple[str, ...]] = {
     "bandwidth": ("inner", "size"),
     "messages": ("channel",),
     "matmuls": ("size",),
@@ -67,7 +67,7 @@ def _check(machine: Machine) -> None:
             raise UserError(name, text, "a text")
     if not machine.sources:
         raise UserError("sources", [], "a list of at least one text")
-    for name, keys in _APART.items():
+    for name, keys in _TABLE_KEYS.items():
         places = [tuple(getattr(row, key) for key in keys) for row in getattr(machine, name)]
         if len(set(places)) < len(places):
             twice = next(place for at, place in enumerate(places) if place in places[:at])

@@ -13,15 +13,15 @@ from axonn_jax.planner.machines.machine import Curve, Machine
 CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
 
-def ring_bytes(kind: CollectiveKind, whole: int, group: int) -> Fraction:
-    """Bytes a device sends for a collective of `group` devices, `whole` the bytes of the whole buffer.
+def ring_bytes(kind: CollectiveKind, buffer: int, group: int) -> Fraction:
+    """Bytes a device sends for a collective of `group` devices, `buffer` the bytes of the whole buffer.
 
     All-gather, reduce-scatter and all-to-all (G-1)/G n, all-reduce 2 (G-1)/G n, and a permutation n: the ring
     algorithms (Thakur et al. 2005). A fraction, so that sums compare exactly.
     """
     if kind == "collective-permute":
-        return Fraction(whole)
-    return Fraction((2 if kind == "all-reduce" else 1) * (group - 1) * whole, group)
+        return Fraction(buffer)
+    return Fraction((2 if kind == "all-reduce" else 1) * (group - 1) * buffer, group)
 
 
 class GroupSpread(NamedTuple):
@@ -34,7 +34,7 @@ class GroupSpread(NamedTuple):
 
 
 @cache
-def placed(node: int, inner: int, size: int, devices: int) -> GroupSpread:
+def group_spread(node: int, inner: int, size: int, devices: int) -> GroupSpread:
     """Return the spread of groups of `size` devices, `inner` numbers apart, on so many devices in nodes of `node`.
 
     Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. A block's spread depends on the
@@ -46,7 +46,9 @@ def placed(node: int, inner: int, size: int, devices: int) -> GroupSpread:
     if inner >= node:  # every device of a node is in another ring
         return GroupSpread(node, frozenset({(size, 1)}))
     begins = [block * span for block in range(min(devices // span, node // gcd(node, span)))]
-    spreads = frozenset(_spread(node, inner, size, (begin + one) % node) for begin in begins for one in range(inner))
+    spreads = frozenset(
+        _spread(node, inner, size, (begin + offset) % node) for begin in begins for offset in range(inner)
+    )
     looked_at = {begin // node for begin in begins} | {(devices - 1) // node}
     return GroupSpread(max(_rings(node, inner, size, devices, at) for at in looked_at), spreads)
 
@@ -55,8 +57,8 @@ def _spread(node: int, inner: int, size: int, first: int) -> tuple[int, int]:
     """Nodes of a group whose first member has this place in its node, and its members in the fullest."""
     nodes = (first + (size - 1) * inner) // node + 1
     # Members before each node; from the second on their number repeats after at most `inner` nodes.
-    before = [min(size, max(0, -(-(at * node - first) // inner))) for at in range(min(nodes, inner + 1) + 1)]
-    return nodes, max(after - earlier for earlier, after in pairwise(before))
+    counts = [min(size, max(0, -(-(at * node - first) // inner))) for at in range(min(nodes, inner + 1) + 1)]
+    return nodes, max(count - earlier for earlier, count in pairwise(counts))
 
 
 def _rings(node: int, inner: int, size: int, devices: int, at: int) -> int:
@@ -80,7 +82,7 @@ class GroupLinks:
         self.machine = machine
         self.sizes = {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
         self.stage_devices, self.devices = grid.stage_devices, grid.devices
-        self._known: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        self._runs_by_axes: dict[tuple[str, ...], list[tuple[int, int]]] = {}
 
     def inner(self, axes: Sequence[str]) -> int:
         """Product of the axes inside (faster than) the fastest of these."""
@@ -94,23 +96,23 @@ class GroupLinks:
         sequence: they are as slow as the slower run and have the hops of both.
         """
         key = tuple(axes)
-        if key in self._known:
-            return self._known[key]
+        if key in self._runs_by_axes:
+            return self._runs_by_axes[key]
         runs: list[list[str]] = []
         for axis in sorted((axis for axis in axes if self.sizes[axis] > 1), key=MESH_AXES.index):
             if runs and self.inner(runs[-1]) == self.inner([axis]) * self.sizes[axis]:
                 runs[-1].append(axis)
             else:
                 runs.append([axis])
-        self._known[key] = [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
-        return self._known[key]
+        self._runs_by_axes[key] = [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
+        return self._runs_by_axes[key]
 
-    def _placed(self, inner: int, size: int) -> GroupSpread:
-        return placed(self.machine.node.devices, inner, size, self.devices)
+    def _group_spread(self, inner: int, size: int) -> GroupSpread:
+        return group_spread(self.machine.node.devices, inner, size, self.devices)
 
     def near(self, axes: Sequence[str]) -> bool:
         """Return True if all groups over these axes stay inside a node."""
-        return not any(self._placed(*run).rings for run in self._runs(axes))
+        return not any(self._group_spread(*run).rings for run in self._runs(axes))
 
     def rate(self, axes: Sequence[str]) -> float:
         """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
@@ -121,13 +123,13 @@ class GroupLinks:
         return min((self._rate(*run) for run in self._runs(axes)), default=self.machine.node.bytes_per_s)
 
     def _rate(self, inner: int, size: int) -> float:
-        node, rings = self.machine.node, self._placed(inner, size).rings
-        found = self.machine.measured(inner, size, across=rings > 0)
+        node, rings = self.machine.node, self._group_spread(inner, size).rings
+        measured_rate = self.machine.measured(inner, size, across=rings > 0)
         # What was measured across nodes are groups that they are nested in, or that are nested in them.
         nested = inner >= node.devices or (node.devices % inner == 0 and inner * size % node.devices == 0)
-        if rings == 0 or (found is not None and nested):
-            return found or node.bytes_per_s
-        return min(found or node.bytes_per_s, self.machine.network.bytes_per_s / rings)
+        if rings == 0 or (measured_rate is not None and nested):
+            return measured_rate or node.bytes_per_s
+        return min(measured_rate or node.bytes_per_s, self.machine.network.bytes_per_s / rings)
 
     def curve(self, kind: CollectiveKind, axes: Sequence[str]) -> Curve:
         """Measured seconds of a collective over these axes by the bytes of its buffer.
@@ -146,7 +148,7 @@ class GroupLinks:
         near, far = self.machine.node.latency_s, self.machine.network.latency_s
         seconds = self.machine.device.launch_s
         for inner, size in self._runs(axes):
-            spreads = self._placed(inner, size).spreads
+            spreads = self._group_spread(inner, size).spreads
             if kind == "all-reduce":
                 seconds += max(2 * ceil(log2(most)) * near + 2 * ceil(log2(nodes)) * far for nodes, most in spreads)
             else:
@@ -159,19 +161,19 @@ class GroupLinks:
         `pipe` is the slowest axis: the next stage is `stage_devices` numbers on, and a pipeline that is longer than a
         node has neighbours in different nodes. Of its links the slowest counts, which every microbatch waits for.
         """
-        node, each = self.machine.node, self.stage_devices
-        inside = max((one.bytes_per_s for one in self.machine.messages), default=node.bytes_per_s)
-        if self.devices <= max(node.devices, each):
+        node, span = self.machine.node, self.stage_devices
+        inside = max((message.bytes_per_s for message in self.machine.messages), default=node.bytes_per_s)
+        if self.devices <= max(node.devices, span):
             return inside
-        # The last `each` of a node send to the next one, as far as they have a stage behind theirs.
-        leaving = min(node.devices, self.devices - each) - max(0, node.devices - each)
+        # The last `span` devices of a node send to the next one, as far as they have a stage behind theirs.
+        leaving = min(node.devices, self.devices - span) - max(0, node.devices - span)
         across = min(node.bytes_per_s, self.machine.network.bytes_per_s / leaving)
-        return across if each >= node.devices else min(inside, across)
+        return across if span >= node.devices else min(inside, across)
 
     def neighbour_latency(self) -> float:
         """Seconds a message to the next stage takes at least, over the slowest of a pipeline's links."""
         node, across = self.machine.node, self.machine.network.latency_s
-        inside = min((one.latency_s for one in self.machine.messages), default=node.latency_s)
+        inside = min((message.latency_s for message in self.machine.messages), default=node.latency_s)
         if self.devices <= node.devices:
             return inside
         return across if self.stage_devices >= node.devices else max(inside, across)

@@ -21,29 +21,29 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
 
     def add(stage: int, parts: Iterable[tuple[float, Times]]) -> None:
         forward = inputs = weights = 0.0
-        for count, one in parts:
-            forward += count * one.forward
-            inputs += count * one.inputs
-            weights += count * one.weights
+        for count, part_times in parts:
+            forward += count * part_times.forward
+            inputs += count * part_times.inputs
+            weights += count * part_times.weights
         times[Kind.FORWARD, stage] = least + forward
         times[Kind.BACKWARD_INPUT, stage] = least + inputs
         times[Kind.BACKWARD_WEIGHT, stage] = least + weights
         times[Kind.BACKWARD, stage] = least + inputs + weights
 
     if pipe == 1:
-        add(0, ((count, one) for _, count, one in model.busiest(candidate)))
+        add(0, ((count, part_times) for _, count, part_times in model.busiest(candidate)))
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
     segments, ranges = stages_of(model.request.shape, pipe, virtual)
     block_flops = model.footprint.ranks.block_flops
 
     def part(segment: Segment) -> tuple[float, Times]:
-        named: dict[str, Part] = {"embedding": "first", "head": "last"}
-        share = 1.0 if segment.name in named else segment.flops / block_flops
-        return share, tasks.times(named.get(segment.name, "block"), sequences, candidate.activations, True)
+        ends: dict[str, Part] = {"embedding": "first", "head": "last"}
+        share = 1.0 if segment.name in ends else segment.flops / block_flops
+        return share, tasks.times(ends.get(segment.name, "block"), sequences, candidate.activations, True)
 
-    for stage, held in enumerate(ranges):
-        add(stage, map(part, segments[held.start : held.stop]))
+    for stage, indices in enumerate(ranges):
+        add(stage, map(part, segments[indices.start : indices.stop]))
     return times
 
 

@@ -35,18 +35,18 @@ class Perturbation:
         """Raise ``UserError`` for a rank that does not exist, or an amount that means nothing."""
         if not 0.0 <= self.jitter < 5.0:
             raise UserError("--jitter", self.jitter, "a number from 0 to 5, the sigma of lognormal times")
-        for flag, given, low in (("--slow", self.slow, 1.0), ("--fail", self.failed, 0.0)):
-            for rank, amount in given.items():
+        for flag, amounts, low in (("--slow", self.slow, 1.0), ("--fail", self.failed, 0.0)):
+            for rank, amount in amounts.items():
                 if not 0 <= rank < ranks:
                     raise UserError(flag, rank, f"a rank of the pipeline, 0 to {ranks - 1}")
                 if not low <= amount < inf:
                     raise UserError(flag, amount, "a factor of at least 1" if low else "seconds of at least 0")
 
 
-def uniform(*what: int) -> float:
+def uniform(*numbers: int) -> float:
     """A number in (0, 1) that depends on the arguments alone (SplitMix64's mixing)."""
     state = 0
-    for number in what:
+    for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -54,10 +54,10 @@ def uniform(*what: int) -> float:
     return (state + 0.5) / 2**64
 
 
-def factor(sigma: float, members: int, *what: int) -> float:
+def factor(sigma: float, members: int, *numbers: int) -> float:
     """A lognormal factor with mean one; of several members, the largest of theirs."""
     # The largest of n uniform numbers is the n-th root of one.
-    chance = min(uniform(*what) ** (1.0 / members), 1.0 - 2.0**-53)
+    chance = min(uniform(*numbers) ** (1.0 / members), 1.0 - 2.0**-53)
     return exp(sigma * _NORMAL.inv_cdf(chance) - sigma * sigma / 2)
 
 
@@ -73,8 +73,8 @@ def simulate_perturbed(
     pipe_shape, times = times.pipe_shape, times.slowed(by.slow)
 
     def jittered(seconds: float, kind: int, of: Task | Message) -> float:
-        what = (by.seed, replica, kind, of.stage, of.microbatch)
-        return seconds * factor(by.jitter, by.members, *what) if by.jitter else seconds
+        key = (by.seed, replica, kind, of.stage, of.microbatch)
+        return seconds * factor(by.jitter, by.members, *key) if by.jitter else seconds
 
     def task_time(task: Task) -> float:
         return jittered(times.task(task), _KINDS[task.kind], task)
@@ -82,12 +82,12 @@ def simulate_perturbed(
     def message_time(message: Message) -> float:
         return jittered(times.message, 8 + (message.direction == "backward"), message)
 
-    how: dict[str, Any] = {"message_time": message_time, "progress": progress}
-    healthy = simulate(pipe_shape, policy, task_time=task_time, **how)
+    hooks: dict[str, Any] = {"message_time": message_time, "progress": progress}
+    healthy = simulate(pipe_shape, policy, task_time=task_time, **hooks)
     # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
     if not (lost := _lost(healthy, by.failed)):
         return healthy
-    broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
+    broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **hooks)
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)
     busy, peak = [0.0] * pipe_shape.pipe, broken.peak_live

@@ -36,12 +36,12 @@ def task_runs(name: str, rank: int, start: float, end: float) -> list[TaskRun]:
 
     A stage that runs two in one program (`FI3.12`) shows one span, which they share by their matmuls.
     """
-    if (found := re.fullmatch(r"([FBIW]|FB|FI)([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
+    if (match := re.fullmatch(r"([FBIW]|FB|FI)([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
         raise ValueError(f"a task called {name!r}")
-    kinds = [Kind(letter) for letter in found[1]]
-    each, at, runs = (end - start) / sum(_PASSES[kind] for kind in kinds), start, list[TaskRun]()
+    kinds = [Kind(letter) for letter in match[1]]
+    unit, at, runs = (end - start) / sum(_PASSES[kind] for kind in kinds), start, list[TaskRun]()
     for kind in kinds:
-        runs.append(TaskRun(Task(kind, int(found[2]), int(found[3])), rank, at, at + each * _PASSES[kind]))
+        runs.append(TaskRun(Task(kind, int(match[2]), int(match[3])), rank, at, at + unit * _PASSES[kind]))
         at = runs[-1].end
     return runs
 
@@ -56,24 +56,24 @@ def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
         UserError: the policy cannot run so: it needs the parts of backwards that were measured in one.
         ValueError: there are no tasks, or not every stage has all of them.
     """
-    spans = {one.task: one for one in measured}
+    spans = {run.task: run for run in measured}
     pipe_shape, split = _pipe_shape(spans), any(task.kind is Kind.BACKWARD_WEIGHT for task in spans)
     if (policy := policy_of(name, split=split)).splits and not split:
         raise UserError("--replay", name, "a policy for backwards in one, as they were measured")
-    before = _before(spans)
+    previous_runs = _previous_runs(spans)
     waits, gaps = [], []
-    for task, one in spans.items():
-        message, previous = needs(task, pipe_shape), before.get(task)
+    for task, run in spans.items():
+        message, previous = needs(task, pipe_shape), previous_runs.get(task)
         sent = _sender(message.direction, task, spans) if message is not None else None
-        crossed = sent is not None and sent.rank != one.rank
+        crossed = sent is not None and sent.rank != run.rank
         if sent is not None and crossed and (previous is None or previous.end < sent.end):
-            waits.append(max(0.0, one.start - sent.end))
+            waits.append(max(0.0, run.start - sent.end))
         elif previous is not None:
-            gaps.append(max(0.0, one.start - previous.end))
+            gaps.append(max(0.0, run.start - previous.end))
     gap, message_s = median(gaps or [0.0]), median(waits or [0.0])
     usual = _medians(spans)
-    first = min(one.start for one in spans.values())
-    last = max(one.end for one in spans.values())
+    first = min(run.start for run in spans.values())
+    last = max(run.end for run in spans.values())
     if last <= first:
         raise ValueError("tasks that take no time")
     done = simulate(
@@ -97,8 +97,8 @@ def _seconds(task: Task, spans: dict[Task, TaskRun], usual: dict[tuple[Kind, int
 def _medians(spans: dict[Task, TaskRun]) -> dict[tuple[Kind, int], float]:
     """Seconds of a kind of task in a stage."""
     by_kind: dict[tuple[Kind, int], list[float]] = {}
-    for task, one in spans.items():
-        by_kind.setdefault((task.kind, task.stage), []).append(one.end - one.start)
+    for task, run in spans.items():
+        by_kind.setdefault((task.kind, task.stage), []).append(run.end - run.start)
     return {kind: median(seconds) for kind, seconds in by_kind.items()}
 
 
@@ -106,7 +106,7 @@ def _pipe_shape(spans: dict[Task, TaskRun]) -> PipelineShape:
     if not spans:
         raise ValueError("a step without tasks")
     stages = max(task.stage for task in spans) + 1
-    pipe = max(one.rank for one in spans.values()) + 1
+    pipe = max(run.rank for run in spans.values()) + 1
     microbatches = max(task.microbatch for task in spans) + 1
     forwards = sum(task.kind is Kind.FORWARD for task in spans)
     if stages % pipe or forwards != stages * microbatches:
@@ -114,12 +114,12 @@ def _pipe_shape(spans: dict[Task, TaskRun]) -> PipelineShape:
     return PipelineShape(pipe, microbatches, stages // pipe)
 
 
-def _before(spans: dict[Task, TaskRun]) -> dict[Task, TaskRun]:
+def _previous_runs(spans: dict[Task, TaskRun]) -> dict[Task, TaskRun]:
     """The task that ran before on the same rank."""
     by_rank: dict[int, list[TaskRun]] = {}
-    for one in sorted(spans.values(), key=lambda one: one.start):
-        by_rank.setdefault(one.rank, []).append(one)
-    return {later.task: one for row in by_rank.values() for one, later in pairwise(row)}
+    for run in sorted(spans.values(), key=lambda run: run.start):
+        by_rank.setdefault(run.rank, []).append(run)
+    return {following.task: run for row in by_rank.values() for run, following in pairwise(row)}
 
 
 def _sender(direction: str, task: Task, spans: dict[Task, TaskRun]) -> TaskRun | None:

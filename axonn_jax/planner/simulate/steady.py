@@ -7,7 +7,7 @@ from axonn_jax.planner.simulate.simulator import Simulation, simulate
 from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
 
-_WHOLE = 6_000
+_ALWAYS_FULL = 6_000
 """Tasks of a step that is simulated whole in any case."""
 _MOST = 2_500_000
 """Tasks of a simulation that is not made longer to be sure of its period: some twenty seconds."""
@@ -42,16 +42,18 @@ class StageTimes:
         """Seconds that a microbatch takes a rank at the least."""
         total = 0.0
         for stage in self.pipe_shape.stages_of(rank):
-            forward, *parts, whole = (self.tasks[kind, stage] for kind in _KINDS)
-            backward = {"whole": whole, "split": sum(parts), "both": min(sum(parts), whole)}
+            forward, *parts, fused = (self.tasks[kind, stage] for kind in _KINDS)
+            backward = {"whole": fused, "split": sum(parts), "both": min(sum(parts), fused)}
             total += forward + backward[policy.backwards(self.pipe_shape)]
         return total
 
-    def way(self, split: bool) -> float:
+    def flight_time(self, split: bool) -> float:
         """Seconds from a microbatch's first forward to the start of its last backward at the least."""
         back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        both = sum(self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.pipe_shape.stages))
-        return both - self.tasks[back, 0] + 2 * (self.pipe_shape.stages - 1) * self.message
+        round_trip = sum(
+            self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.pipe_shape.stages)
+        )
+        return round_trip - self.tasks[back, 0] + 2 * (self.pipe_shape.stages - 1) * self.message
 
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
@@ -90,31 +92,34 @@ def pipelined(
         )
 
     full, unit = policy.depth(pipe_shape), pipe_shape.group
-    least = max(work[busiest], times.way(policy.splits) / full)
-    tasks, before = 3 * pipe_shape.stages, None
-    few = full + full // 4 + 24
-    if tasks * few >= _MOST:
-        few = full + full // 8
-    while 3 * few < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _WHOLE:
+    least = max(work[busiest], times.flight_time(policy.splits) / full)
+    tasks, shorter = 3 * pipe_shape.stages, None
+    simulated = full + full // 4 + 24
+    if tasks * simulated >= _MOST:
+        simulated = full + full // 8
+    while 3 * simulated < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _ALWAYS_FULL:
         # Several virtual stages take microbatches in groups: as many are in the last one.
-        left_out = (pipe_shape.microbatches - few) // unit * unit
+        left_out = (pipe_shape.microbatches - simulated) // unit * unit
         done = run(pipe_shape.microbatches - left_out)
         period, since = _period(done, busiest, full)
         period = max(period, least)
         # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
-        own = [seconds / done.pipe_shape.microbatches for seconds in done.busy]
-        rates = [period if late > since else each for late, each in zip(done.waited, own, strict=True)]
+        rank_work = [seconds / done.pipe_shape.microbatches for seconds in done.busy]
+        rates = [
+            period if late > since else per_microbatch
+            for late, per_microbatch in zip(done.waited, rank_work, strict=True)
+        ]
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
-        sure = tasks * few >= _MOST
-        if before is not None:
-            further = done.pipe_shape.microbatches - before.pipe_shape.microbatches
-            off = abs(done.makespan - before.makespan - further * period) / further
+        sure = tasks * simulated >= _MOST
+        if shorter is not None:
+            further = done.pipe_shape.microbatches - shorter.pipe_shape.microbatches
+            off = abs(done.makespan - shorter.makespan - further * period) / further
             sure |= left_out * off < _SURE * makespan
         if sure:
-            both = zip(done.busy, own, rates, strict=True)
-            busy = [seconds + left_out * min(each, rate) for seconds, each, rate in both]
+            ranks = zip(done.busy, rank_work, rates, strict=True)
+            busy = [seconds + left_out * min(per_microbatch, rate) for seconds, per_microbatch, rate in ranks]
             return replace(done, left_out=left_out, makespan=makespan, busy=busy)
-        few, before = 2 * few, done
+        simulated, shorter = 2 * simulated, done
     return run(pipe_shape.microbatches)
 
 
