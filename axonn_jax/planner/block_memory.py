@@ -30,19 +30,19 @@ class BlockBytes:
     kept: float
     """Bytes from forward to backward, on the device; the input is part of it."""
     working: float
-    """Bytes besides while the backward pass runs."""
+    """Additional bytes while the backward pass runs."""
     recomputed: float = 0.0
-    """Part of `working` that was computed again: all of a block but `kept`."""
+    """Part of `working` that is recomputed: all of a block but `kept`."""
     host: float = 0.0
     """Bytes from forward to backward, on the host."""
     shown: float = 0.0
-    """Part of `kept` that a pipeline's stage computes again with elementwise operations."""
+    """Part of `kept` that a pipeline stage recomputes with elementwise operations."""
     waiting: float = 0.0
-    """Both operands of every product, from input gradient to weight gradient, where a pipeline computes them apart."""
+    """Both operands of every product, held from the input gradient to a deferred weight gradient in a pipeline."""
     released: float = 0.0
-    """Part of the activations kept by a pipeline's stage under `none` that only the input gradient reads."""
+    """Part of the activations that a pipeline stage saves under `none` and only the input gradient reads."""
     spare: float = 0.0
-    """Part of `working` by which the MLP's half needs more than attention's."""
+    """Excess of the MLP half's `working` over the attention half's."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class _SecondHalf:
     inner: float
     """Input of its last matmul."""
     working: float
-    """Elements besides while its backward pass runs, on both sides of the widest operation."""
+    """Additional elements while its backward pass runs, on both sides of the widest operation."""
     tokens: float = 0.0
-    """Gathered or exchanged tokens, beside the stream."""
+    """Gathered or exchanged tokens, in addition to the stream."""
 
 
 def block_activations(
@@ -101,18 +101,21 @@ def block_activations(
     spread, over = (comm.attention, comm.mlp), x * y if comm.attention else y
     scores = next(op for op in operations(block) if isinstance(op, Attend))
     width, qkv, copies = scores.heads * scores.head_dim, scores.elements, scores.copies / item
-    # Of the residual stream and of a branch; of the widest operation, on both of its sides.
+    # Features of the stream that each half reads: all of them where the half gathers its input.
     ends = [shape.hidden if gathers else stream for gathers in spread]
+    # Each half needs the stream, its branch, and both sides of its widest operation. The halves' backward passes run
+    # one after the other, so only the larger half counts.
     sides = [(part + ends[0] + 2 * (qkv + copies)) * item, (part + second.working) * item]
     gradients = max(sides)
     spare = gradients - sides[0]
     if split and policy == "none":
         gradients += stream * item  # gathered again
-    # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
+    # Deferred weight gradients read the norms' inputs, and the gradients of what both halves add to the stream, before
+    # and after these are gathered again.
     added = 2 * part if split and shape.bias == "all" else 0.0
     waiting = (2 * part + sum(ends) + added + qkv + second.wide + width + second.inner + 2 * second.tokens) * item
     if policy == "none":
-        # Queries and keys with positions are handed over beside what they were made of.
+        # Rotated queries and keys are handed over in addition to the projections that they come from.
         rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
         shown = part * (2 - sum(spread)) + second.inner - rotated
         released = (qkv + rotated + copies) * item + (scores.scores if attention != "xla" else 0.0)
@@ -120,7 +123,8 @@ def block_activations(
             entry, saved("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare
         )
     full = saved("none") + (2 * (stream - part) * item if split else 0.0)
-    if policy == "offload":  # two inputs are under way
+    # Offload has two blocks' inputs in transfer at the same time.
+    if policy == "offload":
         return BlockBytes(entry, 0.0, full + gradients + 2 * entry, full, entry, waiting=waiting, spare=spare)
     recomputed = full - (saved(policy) - entry)
     return BlockBytes(entry, saved(policy), recomputed + gradients, recomputed, waiting=waiting, spare=spare)

@@ -1,6 +1,6 @@
 """Communication of a training step, collective by collective, from formulas; no jax.
 
-Counted is one program: forward, backward and optimizer of a model on one mesh. Beside the algebra, three rules:
+The count covers one program: forward, backward and optimizer of a model on one mesh. Three rules go beyond the algebra:
 
 * A weight that is gathered outside of recomputation depends on nothing but parameters, so the compiler gathers it once
   a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch, and
@@ -69,7 +69,7 @@ class StepSpec:
     def row(
         self, name: str, phase: Phase, kind: CollectiveKind, axes: tuple[str, ...], buffer: int, times: int
     ) -> "Predicted":
-        """A collective of so many bytes over those of the axes, slowest first, that are larger than one."""
+        """Return a collective of `buffer` bytes over the `axes`, slowest first, that are larger than one."""
         sizes = self.sizes
         live = tuple([axis for axis in axes if sizes[axis] > 1])
         return Predicted(name, phase, kind, live, prod([sizes[axis] for axis in live]), buffer, times)
@@ -89,9 +89,9 @@ class Predicted(NamedTuple):
     group: int
     """Devices in a group: the product of the axes."""
     buffer_bytes: int
-    """Bytes of the whole buffer: gathered, or to be reduced."""
+    """Bytes of the full buffer: the gathered result, or what is reduced."""
     times: int
-    """Runs in a step."""
+    """Number of runs in a step."""
 
     @property
     def over(self) -> str:
@@ -100,12 +100,12 @@ class Predicted(NamedTuple):
 
     @property
     def bytes(self) -> Fraction:
-        """Bytes a device sends in a step, on a ring."""
+        """Bytes that a device sends in a step with the ring algorithm."""
         return self.times * ring_bytes(self.kind, self.buffer_bytes, self.group)
 
 
 def predict(work: StepSpec) -> tuple[Predicted, ...]:
-    """Return every collective of a step over a group larger than one; needs neither jax nor a device.
+    """Return every collective of a step whose group is larger than one; needs neither jax nor a device.
 
     Raises:
         UserError: Model or batch do not divide over the grid.
@@ -135,6 +135,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
         yield work.row(*row)
     yield work.row("targets", "update", "all-reduce", batch, FLOAT32, 1)
     yield work.row("mean loss", "update", "all-reduce", batch, FLOAT32, 1)
+    # Expert gradients differ along `expert`, so their norm is reduced there; dense ones are replicated.
     norms = ("expert", "z", "y", "x") if work.shape.routed_layers else ("z", "y", "x")
     yield work.row("global norm", "update", "all-reduce", norms, FLOAT32, 1)
 

@@ -22,24 +22,24 @@ class ParamBytes:
     """Bytes of weights, gradients and optimizer state, on one kind of memory."""
 
     weights: float = 0.0
-    """Bytes of the weights that a step reads: in compute precision where float32 masters are apart, else float32."""
+    """Bytes of the weights that a step reads: in compute precision if there are float32 masters, else float32."""
     gradients: float = 0.0
     """Bytes of accumulated gradients."""
     master: float = 0.0
-    """Bytes of float32 weights beside half-precision ones."""
+    """Bytes of float32 master weights of half-precision ones."""
     moments: float = 0.0
     """Bytes of the optimizer's state, such as Adam's two moments."""
     positions: float = 0.0
-    """Bytes of the positions of kept entries."""
+    """Bytes of the positions of unpruned entries."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all kinds."""
         return self.weights + self.gradients + self.master + self.moments + self.positions
 
 
 def itemsize(precision: Precision) -> int:
-    """Bytes of an element in compute precision."""
+    """Return the bytes of an element in compute precision."""
     return FLOAT32 if precision == "fp32" else 2
 
 
@@ -53,7 +53,8 @@ def state_item(optimizer: Optimizer | None, param: Param) -> float:
     """Return the bytes of an optimizer's state for an element of a parameter; None stands for SGD without momentum."""
     if optimizer is None:
         return 0.0
-    if optimizer == "muon":  # one moment, and Adam's two of all other parameters
+    # Muon keeps a single moment of its matrices and applies Adam, with two, to all other parameters.
+    if optimizer == "muon":
         return 4.0 if is_muons(param.name, len(param.shape)) else ADAM
     if optimizer == "adafactor":
         *_, second, largest = (1, 1, *sorted(param.shape))
@@ -76,15 +77,22 @@ def device_state(
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
-    """State of `params` parameters on the device.
+    """Return the bytes of model state of `params` parameters on the device.
 
-    `moment` is the optimizer's state in bytes a parameter, `gradient_item` a gradient's, `replicas` the devices that
-    share master weights and state between them (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision
-    weights, as they do where they are shared or, with `offload`, on the host; else the weights themselves are float32.
+    If a share f of the parameters is kept by pruning, the state takes 2 + 20 f bytes per parameter in half precision
+    and 4 + 20 f in float32. SAMO (IPDPS 23) has 2 + 24 f, because it also keeps half-precision values and a cast copy.
+    Spare slots are not counted.
 
-    Of pruned parameters `kept` are trained: the weights are dense, all else is for those. For a share f of them that
-    is 2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has 2 + 24 f: it keeps
-    half-precision values and a cast copy besides). Slots to spare are left out.
+    Args:
+        params: Number of parameters.
+        precision: Compute precision.
+        moment: Bytes of optimizer state per parameter.
+        kept: Number of trained entries of pruned parameters. Weights stay dense; everything else only covers these.
+        gradient_item: Bytes of a gradient's element.
+        apart: True if float32 master weights exist next to half-precision weights, as they always do if they are
+            sharded or, with `offload`, on the host. Otherwise the weights themselves are float32.
+        offload: True if master weights and optimizer state are on the host.
+        replicas: Devices that share master weights and optimizer state (ZeRO-1); 1 if none do.
     """
     trained, apart = params if kept is None else kept, apart or offload or replicas > 1 or kept is not None
     master, moments = _optimizer(trained / replicas, precision if kept is None else "bf16", moment, apart)
@@ -98,26 +106,28 @@ def device_state(
 
 
 def host_state(params: float, precision: Precision, replicas: int = 1, moment: float = ADAM) -> float:
-    """Bytes of `params` parameters' offloaded state: the optimizer's and, of half-precision weights, masters."""
+    """Return the bytes of `params` parameters' offloaded state: the optimizer's and half-precision weights' masters."""
     return sum(_optimizer(params / replicas, precision, moment, apart=True))
 
 
 def _optimizer(params: float, precision: Precision, moment: float, apart: bool) -> tuple[float, float]:
-    """Bytes of master weights and of the optimizer's state."""
+    """Return the bytes of master weights and of the optimizer's state."""
     return (params * FLOAT32 if apart and precision != "fp32" else 0.0), params * moment
 
 
 def streamed_state(bucket: float, precision: Precision, moment: float = ADAM) -> float:
-    """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
+    """Return the device bytes of the buckets of an offloaded update."""
+    # Three buckets are resident: one arrives, one is updated, one is on its way back.
     return 3 * host_state(bucket, precision, moment=moment)
 
 
 @cache
 def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -> float:
-    """Bytes of scores at work in a backward pass over so many heads, those of all sequences together.
+    """Return the bytes of attention scores in a backward pass over `heads` heads, counted over all sequences.
 
-    Blocks are taken a chunk of heads at a time, but those of a chunk do not wait for each other, and XLA starts them
-    all: their float32 scores are there at once, on CPUs beside as many gradients. Whole scores are a block's, by token.
+    Blocks are computed one chunk of heads at a time. The blocks of a chunk do not depend on each other and XLA starts
+    all of them, so their float32 scores are resident at the same time, on CPUs together with as many gradients.
+    Unblocked scores are counted per token in the block's activations instead.
     """
     if kernel != "blocked":
         return 0.0
@@ -126,11 +136,11 @@ def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -
 
 
 def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int, *, trained: bool = True) -> float:
-    """Bytes of a microbatch's `tokens` at the head, with `columns` of the padded vocabulary on a device.
+    """Return the bytes of a microbatch's `tokens` at the head, with `columns` of the padded vocabulary on a device.
 
-    They are the float32 sum of the weight's gradient (none without `trained`), the stream with its gradient, and a
-    part's logits and their gradient in float32 (`loss_chunk`); behind these the sum scaled, where it is not added to a
-    lookup's.
+    They are the float32 sum of the weight's gradient (none without `trained`), the stream with its gradient, and the
+    logits of a chunk with their gradient in float32 (`loss_chunk`). After these comes the scaled sum, unless it is
+    added to a lookup's gradient.
     """
     weight = shape.hidden / x * columns * FLOAT32 * trained
     logits = 2 * loss_chunk(tokens, columns) * columns * FLOAT32
@@ -138,9 +148,9 @@ def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens:
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
-    """Blocks of the busiest rank and of the last one, which also has the head, `head` blocks long.
+    """Return the blocks of the busiest rank and of the last rank, whose head is as expensive as `head` blocks.
 
-    Stages are cut at halves of blocks.
+    Stages are cut at half blocks.
     """
     usual = ceil(2 * (layers + head) / pipe) / 2
     last = max(0.0, min(int(2 * (usual - head)) / 2, layers - (pipe - 1) * 0.5))

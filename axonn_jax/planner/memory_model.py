@@ -28,23 +28,25 @@ class MemoryModel:
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
-        """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
+        """Return the bytes of the fullest device, and its share of host bytes, for `base` under each placement."""
         peaks = [(0.0, 0.0)] * len(placements)
         cached_states = self.ranks.states(base.grid)
         for load in self.ranks.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load)
             activations += gathered
             full_grads, sum_shards = self._once_gathered(base, load)
+            # Activations do not depend on the placement, so one backward pass is shared by all placements.
             for index, placement in enumerate(placements):
                 state = cached_states.get((load.rank, placement)) or self.ranks.state(base.grid, load, placement)
                 microbatch_grads = full_grads or self._looped(base, state)
+                # Activations are freed before the update, so only the larger of the two phases counts.
                 total = state.device + max(activations + microbatch_grads + sum_shards, state.update_buffers)
                 if total > peaks[index][0]:
                     peaks[index] = (total, state.host + outside)
         return peaks
 
     def memory(self, candidate: Candidate) -> MemoryUse:
-        """The fullest device's bytes."""
+        """Return the memory use of the fullest device."""
         return max(
             (self._memory(candidate, load) for load in self.ranks.loads(candidate.grid.pipe)), key=lambda use: use.total
         )
@@ -59,26 +61,25 @@ class MemoryModel:
         return replace(use, staying=self.staying(state.host, use.total))
 
     def _looped(self, candidate: Candidate, state: RankState) -> float:
-        """Return bytes of a microbatch's gradients beside their sums, in a program of several microbatches."""
+        """Return the bytes of one microbatch's gradients that a loop over microbatches keeps next to their sums."""
         if not candidate.loops:
             return 0.0
         return state.weights if self._trained else state.gradients
 
     def staying(self, host: float, device: float) -> float:
-        """Bytes of a device's offloaded state, `host`, that stay on it where a candidate takes `device` bytes.
+        """Return how many of the `host` bytes of offloaded state stay on a device that already uses `device` bytes.
 
-        A run takes half of the memory left over (`memory.report.room`), and none on CPUs.
+        A run uses half of the remaining memory for them (`memory.report.room`), and none on CPUs.
         """
         machine = self.request.machine.device
         return 0.0 if computes_on_cores(machine.platform) else min(host, max(0.0, machine.program_bytes - device) / 2)
 
     def _once_gathered(self, candidate: Candidate, load: Load) -> tuple[float, float]:
-        """Return bytes of a microbatch's whole gradients and of their sums' other shards, if weights are gathered once
-        a step.
+        """Return the bytes of unsharded gradients and of the sums' extra shards if weights are gathered once a step.
 
-        The sums need more than the device's own shards, and a microbatch's gradients are beside them. Else those need
-        as much as the weights, in whose dtype they come; with one microbatch they are the sums, and a pipeline adds
-        them up one by one.
+        The sums then cover more than the device's local shards, next to one microbatch's gradients. Otherwise the
+        gradients need as much as the weights, whose dtype they have (`_looped`); with one microbatch they are the sums,
+        and a pipeline adds them up one by one.
         """
         if not candidate.once:
             return 0.0, 0.0
@@ -86,10 +87,10 @@ class MemoryModel:
         return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.gradient_item
 
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
-        """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
+        """Return the bytes of activations, of gathered weights, and on the host at the peak of a microbatch.
 
-        That is at the head, in a block's backward pass, or in that of the lookup. The gradients in a program of all
-        layers grow meanwhile: none at the head, all but those of the lookup's table in the blocks.
+        The peak is at the head, in a block's backward pass, or in the embedding lookup's. In a program of all layers
+        gradients accumulate meanwhile: none exist yet at the head, and all but the lookup table's exist in the blocks.
         """
         shape, grid, item = self.request.shape, candidate.grid, self._item
         saved, working, head, outside = self._activations(candidate, load)
@@ -104,16 +105,16 @@ class MemoryModel:
             head += saved + (table * item if not shape.tied and grid.z > 1 else 0.0)
             head += gathered if candidate.activations == "none" else 0.0
             head -= FLOAT32 * sum(self.ranks.trained(grid, load)) if unpipelined else 0.0
-        # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
+        # The lookup's gradient is scattered into zeros of the full table over `z`; its reduce-scatter needs a copy.
         lookup = FLOAT32 * table * (1 if grid.z == 1 else 2) if load.first and unpipelined and self._trained else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
 
     def _tables(self, candidate: Candidate, load: Load, table: float) -> tuple[float, float]:
-        """Bytes of a tied table's gradient that waits for the table's second use, and of tables gathered beforehand.
+        """Return the bytes of a tied table's gradient until the table's second use, and of tables gathered ahead.
 
-        A loop over microbatches gathers its tables once, before it.
+        A loop over microbatches gathers its tables once, before the loop.
         """
         tied = self.request.shape.tied
         if candidate.grid.z == 1:
@@ -122,11 +123,10 @@ class MemoryModel:
         return (table if tied and self._trained and (load.first or load.last) else 0.0), count * table
 
     def _gathered(self, candidate: Candidate, load: Load) -> float:
-        """Return bytes of weights gathered over `z`: all blocks' where they are kept, else one block's with its
-        gradients.
+        """Return the bytes of weights gathered over `z`: of all blocks if they stay, else of one with its gradients.
 
-        A pipeline's programs keep none of them for one another. Gradients of experts add up in a loop, and are copied
-        behind it.
+        A pipeline's programs do not keep gathered weights for one another. Gradients of experts are accumulated in a
+        loop and copied after it.
         """
         grid, item, unpipelined = candidate.grid, self._item, candidate.grid.pipe == 1
         experts = self.ranks.experts / (grid.x * grid.y * grid.expert)
@@ -143,7 +143,7 @@ class MemoryModel:
         return (1 + self._trained) * (block - experts + routed_block) * item + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
-        """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
+        """Return `_activation_bytes`, cached across grids that only split `data` times `z` differently."""
         grid, settings = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
         key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *settings, load.rank)
@@ -152,13 +152,13 @@ class MemoryModel:
         return self._passes[key]
 
     def _activation_bytes(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
-        """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
+        """Return the bytes saved by microbatches in flight, used by a backward pass, added by the head, on the host.
 
-        Recomputed activations are one block's where one program loops over layers. In a pipeline it is all that a group
-        of layers holds (`schedule.partition`), from its input on: its forward pass is run again as a whole. Under
-        `none` a stage keeps values that no elementwise operation gives, and of the head the gradients. Where a weight
-        gradient waits, a stage keeps the inputs of its products in place of those values, except the first stage, which
-        has no input gradient to be ahead of.
+        One program that loops over layers recomputes one block at a time. A pipeline recomputes a group of layers
+        (`schedule.partition`), from the group's input on, because it repeats the forward pass as a whole. Under `none`
+        a stage saves the values that elementwise operations cannot restore, and the head's gradients. While a weight
+        gradient is deferred, a stage saves the inputs of its products instead, except on the first stage, which has no
+        input gradient to run ahead of.
         """
         grid, shape = candidate.grid, self.request.shape
         comm = self.request.comm(grid, candidate.activations)
@@ -173,9 +173,9 @@ class MemoryModel:
             saved = load.blocks * block.kept
             return tokens * saved, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
-        # Pairs of stage and microbatch that may wait for their weight gradient alone.
+        # (stage, microbatch) pairs whose only pending task is the weight gradient.
         late = self.request.schedule(candidate).waiting(candidate.pipeline, load.rank) / stages
-        # Of the head the weight's gradient is handed over, in float32: numbers of it a token.
+        # The head hands over its weight gradient in float32; this is its number of elements per token.
         handed = shape.hidden / grid.x * columns / tokens if load.last and self._trained else 0.0
         layers = load.blocks / stages
         groups = group_count(layers)
@@ -212,7 +212,7 @@ class MemoryModel:
         return mean_block(kinds)
 
     def live(self, candidate: Candidate, rank: int) -> float:
-        """Microbatches whose activations a rank keeps at once."""
+        """Return the number of microbatches whose activations a rank keeps at the same time."""
         if candidate.grid.pipe == 1:
             return 1.0
         return self.request.schedule(candidate).live(candidate.pipeline, rank) / candidate.virtual_stages

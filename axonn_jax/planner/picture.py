@@ -19,6 +19,7 @@ def draw_plan(
     Raises:
         UserError: the file cannot be written.
     """
+    # Only --png needs matplotlib, so other plans do not pay for its import.
     from matplotlib import rc_context
 
     with rc_context({"font.size": 8.0, "lines.markersize": 4.0}):
@@ -35,6 +36,7 @@ def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling:
     shown = plan.in_order()[:8]
     names = [_name(estimate, request) for estimate in shown]
     _bars(panels[0, 0], names, _parts(shown), "s a step", begin=_begin(shown))
+    # The same kinds as in the search's messages, so that the picture and the texts agree.
     kinds = {kind: [getattr(estimate.memory, kind) / 1e9 for estimate in shown] for kind in MEMORY_KINDS}
     _bars(panels[0, 1], names, kinds, "GB a device")
     front = panels[1, 0]
@@ -82,7 +84,7 @@ def _parts(shown: Sequence[Estimate]) -> dict[str, list[float]]:
 
 
 def _begin(shown: Sequence[Estimate]) -> float:
-    """Return where the axis of times begins: where computing ends soonest, or nearly, as grids differ behind that."""
+    """Return the start of the time axis: just below the shortest compute time, because grids differ above it."""
     least = 0.95 * min(estimate.compute_s for estimate in shown)
     return least if max(estimate.step_s for estimate in shown) < 2 * least else 0.0
 

@@ -26,13 +26,13 @@ class Load:
     last: bool
     """True if the rank has the head."""
     tables: int
-    """Number of vocabulary tables; a tied one is held at both ends of a pipeline."""
+    """Number of vocabulary tables; a tied table is at both ends of a pipeline."""
     params: float
-    """Parameters of the whole rank, experts aside."""
+    """Parameters of the rank, without experts."""
     experts: float
     """Parameters of its experts."""
     moment: float
-    """Bytes of optimizer state a trained parameter, experts aside."""
+    """Bytes of optimizer state per trained parameter, without experts."""
 
 
 class RankState(NamedTuple):
@@ -64,8 +64,8 @@ class Ranks:
         routed = [(count, param) for count, param in params if "expert" in param.axes]
         pruned = [(count, param) for count, param in params if param.prunable and "expert" not in param.axes]
         self.blocks = [(count / shape.layers, param) for count, param in every_param if "expert" not in param.axes]
-        """Parameters of the mean block, experts aside, with their number."""
-        # Of the mean block; where layers alternate, all blocks have the same share of what some have.
+        """Parameters of the mean block without experts, with their number per block."""
+        # Where layers alternate, each block gets the mean share of what only some blocks have.
         every, self.experts, self.kernels = (
             sum(count * param.elements for count, param in some) / shape.layers for some in (params, routed, pruned)
         )
@@ -75,7 +75,7 @@ class Ranks:
         self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
 
     def _loads(self, pipe: int) -> tuple[Load, ...]:
-        """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
+        """Return the first rank, a middle rank and the last rank; the fullest and the busiest are among them."""
         shape = self.request.shape
         if pipe == 1:
             return (self._load(0, shape.layers, True, True),)
@@ -98,11 +98,11 @@ class Ranks:
         return Load(rank, blocks, first, last, tables, params, blocks * self.experts, moment)
 
     def params(self, grid: GridShape, load: Load) -> float:
-        """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
+        """Return the parameters of a rank on each of its devices, including the padding of its tables."""
         return sum(self.replicated(grid, load))
 
     def trained(self, grid: GridShape, load: Load) -> tuple[float, float]:
-        """Return trained parameters on a device as `replicated`: without pruned entries, or adapters alone."""
+        """Return the trained parameters on a device like `replicated`: without pruned entries, or only adapters."""
         if self.request.lora.adapts:
             sizes = {axis: getattr(grid, axis) for axis in MESH_AXES}
             return load.blocks * sum(n * p.elements / prod(sizes[a] for a in p.axes) for n, p in self.adapters), 0.0
@@ -110,35 +110,35 @@ class Ranks:
         return dense - (1.0 - density) * self._pruned(grid, load), experts * density
 
     def _pruned(self, grid: GridShape, load: Load) -> float:
-        """Parameters of kernels that are pruned, of those that `data` and `expert` replicate."""
+        """Return the entries of prunable kernels among the parameters that `data` and `expert` replicate."""
         return load.blocks * self.kernels / (grid.x * grid.y * grid.z)
 
     def replicated(self, grid: GridShape, load: Load) -> tuple[float, float]:
-        """Return parameters on a device that `data` and `expert` replicate, and those of experts, which only `data`
-        does."""
+        """Return the parameters on a device replicated by `data` and `expert`, and the experts', only by `data`."""
         padding = load.tables * self.request.shape.hidden * (self.vocab(grid) - self.request.shape.vocab)
         split = grid.x * grid.y * grid.z
         return (load.params + padding) / split, load.experts / split / grid.expert
 
     def vocab(self, grid: GridShape) -> int:
-        """Rows of a table, padded to divide over `y` and `z`."""
+        """Return the rows of a table, padded to divide over `y` and `z`."""
         return self.request.shape.padded_vocab(grid.y * grid.z)
 
     def state(self, grid: GridShape, load: Load, placement: StatePlacement) -> RankState:
-        """Model state of a rank's devices, the optimizer's in such a placement."""
+        """Return the model state on a rank's devices with the optimizer's state in `placement`, computed once."""
         of_grid, key = self.states(grid), (load.rank, placement)
         if key not in of_grid:
             of_grid[key] = self._model_state(grid, load, *placement)
         return of_grid[key]
 
     def states(self, grid: GridShape) -> dict[tuple[int, StatePlacement], RankState]:
-        """States of a grid so far, by rank and placement."""
+        """Return the states of a grid computed so far, by rank and placement."""
         return self._states.setdefault(grid, {})
 
     def _model_state(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, gradient_item, density = self.request, self.request.gradient_item, self.request.density
         adapts = request.lora.adapts
-        precision: formulas.Precision = "fp32" if adapts else request.precision  # adapters are float32 in each
+        # Adapters are float32 in every precision, and the frozen model's weights have no masters.
+        precision: formulas.Precision = "fp32" if adapts else request.precision
         (dense, experts), pruned = self.replicated(grid, load), self._pruned(grid, load)
         frozen = (dense + experts) * formulas.itemsize(request.precision) if adapts else 0.0
         of_dense, of_experts = (grid.replicas, grid.data) if zero else (1, 1)
@@ -163,9 +163,11 @@ class Ranks:
         update_buffers = (
             formulas.streamed_state(min(request.bucket, local_params), precision, items[0]) if offload else 0.0
         )
-        if grid.replicas > 1:  # a bucket of gradients beside its reduced copy
+        # A reduction holds a bucket of gradients and its reduced copy at the same time.
+        if grid.replicas > 1:
             reduction = 2 * gradient_item * min(dense + (experts if grid.data > 1 else 0.0), request.bucket)
-            if grid.pipe > 1 and zero:  # a program of its own takes the sums and gives a part
+            # In a pipeline ZeRO-1 scatters in a separate program, whose input and output are both resident.
+            if grid.pipe > 1 and zero:
                 reduction += local_params * gradient_item
             update_buffers = max(update_buffers, reduction)
         return RankState(

@@ -59,9 +59,9 @@ def explain(request: PlanRequest, plan: SearchResult, estimate: Estimate) -> lis
 
 
 def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predicted, ...]:
-    """Return the collectives of a candidate's step in the order of the model, those of all its stages together.
+    """Return the collectives of a candidate's step, of all its stages, in the order of the model.
 
-    Layers are unrolled. Stages of a pipeline gather their weights, and scatter gradients, for every microbatch.
+    Layers are unrolled. Pipeline stages gather weights and scatter gradients for every microbatch.
     """
     grid, count = replace(candidate.grid, pipe=1), candidate.microbatches
     stages = candidate.grid.pipe > 1
@@ -110,16 +110,16 @@ def _recomputed(activations: str) -> str:
 
 
 _SEEDS = 5
-"""Grids of a number of devices from which those of half as many come."""
+"""Number of best grids from which the grids of half as many devices are derived."""
 
 
 def scaling(
     requests: Sequence[PlanRequest], best: Sequence[Estimate], space: SearchSpace, limit: float
 ) -> list[tuple[int, float]]:
-    """Return devices and seconds a step of a plan, and of half as many devices for each further request.
+    """Return the devices and seconds per step of a plan, then of half as many devices for each further request.
 
-    Grids searched are the best ones with an axis halved, and these with a factor of two on another axis. The list ends
-    where none fits.
+    The search covers the best grids with one axis halved, and these with a factor of two moved to another axis. The
+    list ends where no grid fits.
     """
     points = [(best[0].candidate.grid.devices, best[0].step_s)]
     for request in requests:
@@ -127,6 +127,7 @@ def scaling(
         halves = set(_scaled((estimate.candidate.grid for estimate in best[:_SEEDS]), free, 0.5))
         grids = halves | set(_scaled(_scaled(halves, free, 0.5), free, 2))
         devices = points[-1][0] // 2
+        # Restrict the search to these grids: a full search would repeat the plan's work for every point.
         try:
             best = search(request, devices, replace(space, grids=sorted(grids, key=str)), limit).best
         except UserError:
@@ -136,7 +137,7 @@ def scaling(
 
 
 def _scaled(grids: Iterable[GridShape], axes: Sequence[str], factor: float) -> Iterator[GridShape]:
-    """Grids with one of these axes larger by a factor, where that is a whole size."""
+    """Yield the grids with one of these axes scaled by the factor, if the size stays an integer."""
     for grid in grids:
         for axis in axes:
             if (size := getattr(grid, axis) * factor) == int(size):

@@ -50,9 +50,9 @@ def select_attention_form(
     device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN, *,
     packed: bool = False,
 ) -> AttentionForm:  # fmt: skip
-    """The form that a program takes there which may choose.
+    """Return the attention form that a program with a free choice uses on the device.
 
-    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
+    On TPUs the fused kernel needs another package and a stage of one device, so plans do not count on it.
     """
     if not device.platform:
         return AttentionForm("blocked", "the machine file does not say device.platform")
@@ -130,7 +130,7 @@ class PlanRequest:
         return choose_residual_comm(self.residual_comm, self.shape, grid, activations, sequence_split=split)
 
     def step(self, candidate: "Candidate", sequences: int, comm: BlockComm) -> StepSpec:
-        """Return the step of a candidate without a pipeline, of so many sequences over all devices."""
+        """Return the step of a candidate without a pipeline, with `sequences` over all devices."""
         policy = StepPolicy(
             candidate.microbatches, candidate.activations, candidate.reshard_after,
             gradient_item=self.gradient_item, density=self.density,
@@ -144,7 +144,7 @@ class PlanRequest:
         return policy_of(self.policy, candidate.in_flight, may_split(self.split, candidate.activations))
 
     def memory_limit(self) -> float:
-        """Bytes that training may be predicted to take of a device, so that it fits where it takes more by `SHORT`."""
+        """Return the limit of predicted bytes per device; training still fits if it uses more by the share `SHORT`."""
         return self.machine.device.program_bytes * (1.0 - SHORT)
 
 
@@ -180,9 +180,9 @@ class Candidate:
 
     @property
     def lifetime(self) -> ReshardAfter:
-        """Lifetime of weights that a device gathers: without recomputation a program keeps them, if it has all layers.
+        """Lifetime of gathered weights: a program of all layers keeps them if it does not recompute.
 
-        A pipeline's stage gathers again, as its programs keep none for one another.
+        A pipeline stage gathers again, because its programs do not keep weights for one another.
         """
         saved = (self.activations == "none" and self.grid.pipe == 1) or self.keeps_weights
         return "step" if self.once else "backward" if saved else "forward"

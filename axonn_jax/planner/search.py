@@ -67,7 +67,7 @@ class SearchResult:
 
 
 def _parts(candidate: Candidate) -> tuple[int, ...]:
-    """Key by which simpler candidates come first: axes, a pipeline, what is computed again, what layers send."""
+    """Return a sort key that puts simpler candidates first: fewer axes, no pipeline, no recomputation, less traffic."""
     grid = candidate.grid
     axes = sum(size > 1 for size in asdict(grid).values())
     return axes, grid.pipe, candidate.activations != "none", grid.y * grid.x, grid.z
@@ -82,7 +82,8 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
         UserError: no grid is legal for model, batch and devices, or none fits the memory.
     """
     model, rules = CostModel(request), Counter[str]()
-    # By their bound, at first without reductions: those take long to price, and what comes to the front needs them.
+    # The heap is ordered by a rough bound first: pricing the reductions is slow, and only grids that reach the front
+    # of the heap need them.
     grids: list[tuple[float, int, GridShape]] = []
     rough = set[GridShape]()
     for grid in legal_grids(request, devices, space, rules):
@@ -109,12 +110,13 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
             misses.append((memory, leanest))
             continue
         tried += 1
-        # One stage a rank first: several make a good pipeline better, not a bad grid good.
+        # Price one stage per rank first: virtual stages improve a good pipeline but do not rescue a bad grid.
         priced = list(price(model, grid, space, limit, space.virtual_stages[:1]))
         if grid.pipe > 1 and min((fit.step_s for fit in priced), default=0.0) < 1.5 * best:
             priced += price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
-        # Of one stage a rank and of several: what the closed form says of these is compared once they are simulated.
+        # Keep a separate front per number of virtual stages, because the closed form does not compare them fairly;
+        # the simulation does.
         for virtual in sorted({fit.base.virtual_stages for fit in priced}):
             fits.extend(front(fit for fit in priced if fit.base.virtual_stages == virtual))
         best = min([best, *(fit.step_s for fit in priced)])
@@ -136,9 +138,10 @@ def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float)
 
 
 def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[MemoryUse, Candidate]:
-    """The candidate that needs the least device memory, of those that the host has room for if there are such.
+    """Return the candidate with the least device memory, preferring candidates that fit in host memory.
 
-    The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
+    The smallest microbatch is not always the leanest: several microbatches share gathered weights, which then stay
+    resident.
     """
     order = ("offload", "full", "save_collectives", "dots", "none")
     share, virtual = model.request.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
@@ -158,10 +161,8 @@ def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[Mem
 
 def _too_large(request: PlanRequest, memory: MemoryUse, candidate: Candidate, limit: float) -> str:
     if memory.total <= limit:
-        need, have = (
-            memory.host * min(request.machine.node.devices, candidate.grid.devices),
-            request.machine.host.memory_bytes,
-        )
+        devices = min(request.machine.node.devices, candidate.grid.devices)
+        need, have = memory.host * devices, request.machine.host.memory_bytes
         return f"needs {need / 1e9:,.0f} GB of host memory a node, of which there are {have / 1e9:,.0f}"
     kinds = {name: float(getattr(memory, name)) for name in MEMORY_KINDS}
     most = max(kinds, key=lambda name: kinds[name])
@@ -201,10 +202,10 @@ _UNEVEN = 1.05
 def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: float) -> list[Estimate]:
     """Return the estimates of candidates that may be among the best or the smallest, fastest first.
 
-    Without a pipeline: candidates that none beats in both time and memory, and the best of each grid. Pipelines count
-    simulated only. The closed form takes virtual stages for equally long, which they are not where a model's pieces do
-    not divide evenly: simulated ones show its error for others of as many, which are tried later if it is large, and a
-    grid's first one shows it for the grid's later ones.
+    Grids without a pipeline contribute their best candidate and the front of time and memory. A pipeline counts only
+    once it is simulated, because the closed form assumes that virtual stages take equally long, and they do not where
+    the model's segments divide unevenly. Each simulation measures that error for candidates with as many virtual
+    stages and for the remaining candidates of its grid; those with a large error are simulated last.
     """
     groups: dict[tuple[GridShape, int], list[Priced]] = {}
     for fit in fits:
@@ -215,7 +216,7 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
     best = min((estimate.step_s for estimate in estimates), default=inf)
     queues = [iter(group) for (grid, _), group in groups.items() if grid.pipe > 1]
     waiting = [_Waiting(next(queue), queue, 1.0, False) for queue in queues]
-    off: dict[object, float] = {}  # the least that candidates of a kind were off
+    off: dict[object, float] = {}  # smallest ratio of simulated to closed-form time, by kind of candidate
 
     def expected(entry: _Waiting) -> float:
         if entry.calibrated:
@@ -231,10 +232,9 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
         if estimates and expected(nearest) > _HORIZON * best:
             break
         waiting.remove(nearest)
-        placements = (
-            [nearest.priced.placement] if nearest.calibrated else placements_of(nearest.priced.base.grid, space)
-        )
-        estimate = _deepened(prices, nearest.priced.base, placements, limit)
+        base = nearest.priced.base
+        placements = [nearest.priced.placement] if nearest.calibrated else placements_of(base.grid, space)
+        estimate = _deepened(prices, base, placements, limit)
         if estimate is None:
             continue
         estimates.append(estimate)
@@ -251,33 +251,33 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
 
 
 class _Waiting(NamedTuple):
-    """The next candidate of a grid and a number of virtual stages."""
+    """Next candidate to simulate of a grid and a number of virtual stages."""
 
     priced: Priced
     queue: Iterator[Priced]
-    """Candidates of the grid that come later."""
+    """Remaining candidates, by closed-form time."""
     ratio: float
-    """Time of the candidate before, over its closed form."""
+    """Simulated time of the previous candidate over its closed form."""
     calibrated: bool
-    """True if there was a candidate before."""
+    """True if `ratio` comes from a simulation."""
 
     @property
     def least(self) -> float:
-        """Seconds that it may take."""
+        """Estimated seconds of the step."""
         return self.priced.step_s * self.ratio
 
 
 def _kind(request: PlanRequest, priced: Priced) -> tuple[int, bool]:
-    """Key of candidates whose closed forms have similar errors."""
+    """Return a key shared by candidates whose closed forms have similar errors."""
     return priced.base.virtual_stages, request.schedule(priced.base).splits
 
 
 def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlacement], limit: float) -> Estimate | None:
-    """A pipeline simulated, None where its memory is not there.
+    """Return the simulated estimate of a pipeline, or None if no depth fits in memory.
 
-    The default is in flight, fewer only where memory asks for it, and more where there is memory for them, ranks wait
-    for each other, and the step becomes shorter by more than 1 %. The optimizer's state is where it takes the least
-    time of all placements that leave memory enough.
+    The policy's default number of microbatches is in flight. Fewer are only used if memory requires it; more only if
+    they fit, ranks wait for each other, and the step gets shorter by more than 1 %. Of the placements that fit, the
+    optimizer's state takes the fastest.
     """
     fitting = list[Candidate]()
     for depth in depths(prices.model.request, base):

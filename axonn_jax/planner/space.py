@@ -19,11 +19,11 @@ SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offloa
 """Activation policies worth trying; `dots` keeps as much as `save_collectives` and communicates more."""
 
 ROWS = 1 << 15
-"""Tokens of a microbatch on a device that are as good as any more."""
+"""Tokens per device and microbatch beyond which matmuls do not get faster."""
 
 
 def grid_axes(shape: ModelShape) -> tuple[str, ...]:
-    """The axes of a model's grids, slowest first: `expert` only where it has experts."""
+    """Return the grid axes of a model, slowest first; `expert` only if the model has experts."""
     return tuple(axis for axis in GRID_AXES if axis != "expert" or shape.routed_layers)
 
 
@@ -44,10 +44,11 @@ class SearchSpace:
     reshard_after: Sequence[ReshardAfter] = ("forward",)
 
     def reshards(self, base: Candidate) -> list[Candidate]:
-        """Return `base` with each lifetime of gathered weights to try; of several, those without effect are left out.
+        """Return `base` with each lifetime of gathered weights worth trying.
 
-        A pipeline keeps none from one of its programs to the next.
+        A pipeline keeps no gathered weights from one of its programs to the next.
         """
+        # Skip lifetimes without effect: they would only add equal candidates to simulate and to compare.
         useful: set[ReshardAfter] = {"forward"}
         if len(self.reshard_after) == 1 and base.grid.pipe == 1:
             useful = set(self.reshard_after)
@@ -58,7 +59,7 @@ class SearchSpace:
 
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
-    """Every grid that model and batch divide over; counts in `rules` why others are left out."""
+    """Yield every grid that the model and the batch divide over; count in `rules` why other grids are rejected."""
     fixed = dict.fromkeys(GRID_AXES, 1) | dict.fromkeys(grid_axes(request.shape)) | dict(space.axes)
     for grid in _grids(devices, fixed) if space.grids is None else space.grids:
         try:
@@ -81,7 +82,7 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
 
 
 def _grids(devices: int, fixed: Mapping[str, int | None]) -> Iterator[GridShape]:
-    """Every way to write the number of devices as a product of the axes."""
+    """Yield every factorization of the number of devices into the axes."""
 
     def factors(remaining: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         if not axes:
@@ -98,14 +99,15 @@ def _grids(devices: int, fixed: Mapping[str, int | None]) -> Iterator[GridShape]
 
 
 def segments(request: PlanRequest) -> int:
-    """The most virtual stages that the model can be cut into."""
+    """Return the largest number of virtual stages that the model can be cut into."""
+    # Blocks can be cut in halves, between attention and MLP; embedding and head are one segment each.
     return 2 * request.shape.layers + 2
 
 
 def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) -> list[int]:
-    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share.
+    """Return the possible sequences of a device's microbatch, ascending: powers of two, and the device's full share.
 
-    Beyond `ROWS` tokens matmuls gain nothing from more.
+    Powers of two stop at `ROWS` tokens, beyond which matmuls gain nothing.
     """
     share = request.batch // grid.batch_shards
     if space.sequences is not None:
@@ -117,11 +119,12 @@ def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) 
 
 
 def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
-    """A candidate with as many microbatches in flight as may be worth it, fewest first: 1F1B's of one stage a rank."""
+    """Yield the candidate with each number of microbatches in flight worth trying, starting from 1F1B's."""
     pipe = base.grid.pipe
     if pipe == 1 or not isinstance(policy_of(request.policy), ByArrival):
         yield base
         return
+    # With virtual stages 1F1B's number is skipped; 0 stands for the policy's default.
     for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
         yield replace(base, in_flight=in_flight)
 
@@ -132,7 +135,7 @@ _POLICIES, _RESHARDS = ("none", "save_collectives", "dots", "full", "offload"), 
 
 
 class Priced(NamedTuple):
-    """A candidate, its step time in closed form, and the bytes of its fullest device."""
+    """Candidate with its closed-form step time and the bytes of its fullest device."""
 
     step_s: float
     memory: float
@@ -141,12 +144,12 @@ class Priced(NamedTuple):
 
     @property
     def candidate(self) -> Candidate:
-        """All of it."""
+        """The candidate with its placement."""
         return replace(self.base, offload=self.placement[0], zero=self.placement[1])
 
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
-    """Key by which candidates are sorted: time, then the extent of memory-saving options."""
+    """Return the sort key of a candidate: time, then the extent of memory-saving options."""
     extent = _POLICIES.index(base.activations), _RESHARDS.index(base.reshard_after)
     return step_s, *extent, *placement, base.virtual_stages
 
@@ -154,11 +157,12 @@ def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple
 def price(
     model: CostModel, grid: GridShape, space: SearchSpace, limit: float, virtual_stages: Sequence[int]
 ) -> Iterator[Priced]:
-    """Every candidate on a grid that fits."""
+    """Yield every candidate on a grid that fits in memory."""
     too_large: set[tuple[int, Activations, ReshardAfter]] = set()
     placements = placements_of(grid, space)
     for base in _candidates(model.request, grid, space, virtual_stages):
-        # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
+        # Microbatches come in ascending size and need more memory as they grow, so skip the larger ones after a misfit.
+        # A single microbatch is the exception: it does not keep gathered weights.
         kind = (base.virtual_stages, base.activations, base.reshard_after)
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
@@ -167,7 +171,8 @@ def price(
             seconds = None
             if parts is not None and fastest is not None:
                 seconds = model.pipeline_s(candidate, parts)
-                if seconds > _GAIN * fastest:  # nor would still more be worth their memory
+                # Even more microbatches in flight would not be worth their memory either.
+                if seconds > _GAIN * fastest:
                     break
             fits = False
             for placement, (device, host) in zip(
@@ -188,7 +193,7 @@ def price(
 def _candidates(
     request: PlanRequest, grid: GridShape, space: SearchSpace, virtual_stages: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Choices of a legal grid, offload and ZeRO aside."""
+    """Yield the choices on a legal grid except offload and ZeRO."""
     share = request.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
         if virtual > 1 and (policy_of(request.policy).one_stage or grid.pipe * virtual > segments(request)):
@@ -199,7 +204,7 @@ def _candidates(
 
 
 def front(candidates: Iterable[Priced]) -> list[Priced]:
-    """Return the candidates that none beats in both time and memory, fastest first."""
+    """Return the Pareto front of time and memory, fastest first."""
     return smaller(
         sorted(candidates, key=lambda priced: sort_key(priced.step_s, priced.base, priced.placement)),
         lambda priced: priced.memory,
@@ -207,7 +212,7 @@ def front(candidates: Iterable[Priced]) -> list[Priced]:
 
 
 def smaller(items: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:
-    """Return, of items sorted by time, those that need less memory than all before."""
+    """Return the items, sorted by time, that need less memory than every faster item."""
     smallest: list[Item] = []
     for item in items:
         if not smallest or memory(item) < memory(smallest[-1]):
@@ -216,7 +221,7 @@ def smaller(items: Iterable[Item], memory: Callable[[Item], float]) -> list[Item
 
 
 def placements_of(grid: GridShape, space: SearchSpace) -> list[StatePlacement]:
-    """Every place and share of the optimizer's state, the leanest last."""
+    """Return every (offload, ZeRO stage) of the optimizer's state, the leanest last."""
     shares = [zero for zero in space.zero if not zero or grid.replicas > 1 or len(space.zero) == 1]
     return [(offload, zero) for zero in shares for offload in space.offload]
 
@@ -228,5 +233,5 @@ def has_room(model: CostModel, candidate: Candidate, limit: float) -> bool:
 
 
 def host_fits(request: PlanRequest, device_bytes: float, grid: GridShape) -> bool:
-    """Return True if a node's host memory holds so many bytes for each of its devices."""
+    """Return True if a node's host memory holds `device_bytes` for each of its devices."""
     return device_bytes * min(request.machine.node.devices, grid.devices) <= request.machine.host.memory_bytes

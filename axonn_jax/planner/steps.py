@@ -22,7 +22,7 @@ _STATIC: tuple[PipelinePolicy, ...] = ("gpipe", "interleaved", "zero-bubble")
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulated step, with the slowest pipeline and the others' times."""
+    """Simulated step: the slowest pipeline in detail, and the times of all simulated pipelines."""
 
     slowest: Simulation
     replicas_s: list[float]
@@ -32,7 +32,7 @@ class SimulatedStep:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole step, None where a failure stops it."""
+        """Seconds of the full step; None if a failure stops it."""
         return self.slowest.makespan + self.behind_s if self.slowest.finished else None
 
 
@@ -58,9 +58,9 @@ def step(
     name: str = "a step",
     drawn: bool = False,
 ) -> SimulatedStep:
-    """Return one step under a disturbance: the slowest of so many pipelines where there is jitter.
+    """Return one step under a disturbance; with jitter, the slowest of up to `replicas` pipelines.
 
-    A steady stretch is shortened as in `prices`; all tasks are kept if they are to be `drawn`.
+    The steady phase is extrapolated as in `prices`. With `drawn` every task is simulated and kept.
 
     Raises:
         UserError: the disturbance is of a rank that does not exist, or means nothing.
@@ -70,6 +70,7 @@ def step(
     by.check(grid.pipe)
     times, behind = prices.stage_times(candidate), model.outside_s(candidate)
     tasks = (3 if policy.splits else 2) * times.pipe_shape.stages * times.pipe_shape.microbatches
+    # Without jitter all replicas are equal, so one pipeline is enough, and it can reuse the plan's simulation.
     if not by.jitter and not by.failed:
         done = None if by.slow or drawn else prices.pipelined(candidate)
         if done is None:
@@ -95,7 +96,7 @@ def baselines(
     space: SearchSpace,
     progress: Progress,
 ) -> Iterator[Baseline]:
-    """Static schedules of a candidate, and tensor parallelism over one axis: same limit, disturbance, replicas."""
+    """Yield the static schedules of a candidate, and 1-D tensor parallelism under the same limit and disturbance."""
     request = prices.model.request
     for policy in _STATIC if candidate.grid.pipe > 1 else ():
         name = "1f1b (Megatron-LM)" if policy == "interleaved" and candidate.virtual_stages == 1 else policy
@@ -111,7 +112,8 @@ def baselines(
     except UserError as error:
         yield Baseline(flat_name, why=f"does not fit: {str(error).partition('; ')[2]}")
         return
-    # All its devices wait for the slow one, and stop with the one that fails.
+    # Without a pipeline all devices wait for the slowest one and stop when one fails, so a single rank has the worst of
+    # each disturbance.
     slow, failed = {0: max(by.slow.values())} if by.slow else {}, {0: min(by.failed.values())} if by.failed else {}
     disturbance = replace(by, slow=slow, failed=failed)
     flatly = Prices(CostModel(replace(request, switches=NO_OVERLAP)))
@@ -120,9 +122,9 @@ def baselines(
 
 
 def tensor_1d(request: PlanRequest, devices: int, limit: float, space: SearchSpace | None = None) -> Estimate:
-    """The best of data x y without pipeline: Megatron's column-row pairs alone, without overlap.
+    """Return the best data x y grid without a pipeline: Megatron's column-row pairs, without overlap.
 
-    Of a space its axes do not count.
+    The axes of `space` are ignored.
 
     Raises:
         UserError: none fits.

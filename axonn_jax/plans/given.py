@@ -18,21 +18,26 @@ from axonn_jax.train.modules.apart import check_real, is_float
 
 Loss = Callable[..., Any]
 _FOREIGN = (TypeError, ValueError, LookupError, AssertionError, FlaxError)
-"""Exceptions by which a user's function refuses arguments that do not fit."""
+"""Exceptions with which a user's function rejects arguments that do not fit."""
 
 
 class Batch(NamedTuple):
     """A batch as shapes."""
 
     shapes: Any
-    """Tree that the loss takes."""
+    """Tree of shapes that the loss takes."""
     rowed: list[bool]
-    """False of arrays that every device has whole, a leaf each."""
+    """For each leaf, False if every device has the full array."""
     rows: int
 
 
 def module_of(model: Any) -> nnx.Module:
-    """Return a model, or what a function makes, as shapes; raise ``UserError`` for other than a Flax NNX module."""
+    """Return a model, or the model that a function builds, as shapes.
+
+    Raises:
+        UserError: It is not a Flax NNX module.
+    """
+    # Inside jax.jit the model would be made of tracers, and the plan could not run Python code on its sizes.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise UserError("ax.plan", "a call inside jax.jit", "a call outside of it")
     accepted = "a flax.nnx.Module, or a function that makes one; Linen models are not planned"
@@ -41,7 +46,8 @@ def module_of(model: Any) -> nnx.Module:
     if not isinstance(model, nnx.Module) and (linen or not callable(model)):
         raise UserError("model", name, accepted)
     try:
-        with without_mesh():  # of a grid that the script has made
+        # A grid of the script may have set a mesh; the plan's grids must not inherit its shardings.
+        with without_mesh():
             module = nnx.eval_shape(model if not isinstance(model, nnx.Module) else lambda: model)
     except _FOREIGN as error:
         maker = "a function that makes a flax.nnx.Module and its nnx.Rngs; this one raises"
@@ -55,12 +61,12 @@ def module_of(model: Any) -> nnx.Module:
 
 
 def trained(_: Any, variable: Any) -> bool:
-    """Return True of a Variable that is trained: a parameter of real numbers."""
+    """Return True if a Variable is trained: it is a parameter of floating-point numbers."""
     return isinstance(variable, nnx.Param) and all(map(is_float, jax.tree.leaves(variable)))
 
 
 def batch_of(batch: Any) -> Batch:
-    """Return a batch as shapes; raise ``UserError`` where its arrays do not agree."""
+    """Return a batch as shapes; raise ``UserError`` if its arrays have different numbers of rows."""
 
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         try:
@@ -81,7 +87,8 @@ def batch_of(batch: Any) -> Batch:
 
 
 def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
-    """Raise ``UserError`` where the loss raises for the batch, or returns no number."""
+    """Raise ``UserError`` if the loss raises for the batch or does not return a number."""
+    # Checked once before any grid is traced, so that the error names the user's argument instead of a grid's trace.
     graph, state = nnx.split(module)
     try:
         with without_mesh():
@@ -98,6 +105,6 @@ def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
 
 
 def value_of(loss: Loss, model: Any, batch: Any) -> Any:
-    """Return a loss without the numbers beside it."""
+    """Return a loss without its auxiliary values."""
     result = loss(model, batch, key_of(0)) if takes_key(loss) else loss(model, batch)
     return result[0] if isinstance(result, tuple) and len(result) == 2 else result

@@ -32,7 +32,7 @@ from axonn_jax.train.modules.job import check_loss
 
 @dataclass(frozen=True)
 class PlannedGrid:
-    """A grid, with what a step on it takes of each device."""
+    """A grid with the predicted time, communication and memory of a step on it."""
 
     grid: GridShape
     step_s: float
@@ -45,7 +45,7 @@ class PlannedGrid:
     memory_bytes: float
     """Bytes of parameters, optimizer state, gradients and activations."""
     unsplit: float
-    """Share of the parameters in layers that are left to the compiler, whose communication is a guess."""
+    """Share of the parameters in layers that are left to the compiler, whose communication is only estimated."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,17 +55,17 @@ class PlannedGrid:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Grids for a model, fastest first; `str` is a table with the line that makes the first."""
+    """Grids for a model, fastest first; `str` is a table with the line that creates the first grid."""
 
     grids: tuple[PlannedGrid, ...]
-    """Grids whose memory is there."""
+    """Grids that fit in memory."""
     too_large: tuple[PlannedGrid, ...]
-    """Grids whose memory is not there, the smallest first."""
+    """Grids that do not fit in memory, the smallest first."""
     left_out: Mapping[str, int]
-    """Numbers of other grids by reason."""
+    """Numbers of rejected grids by reason."""
     title: str
     limit: float
-    """Bytes of a device that a step may take."""
+    """Bytes that a step may use on a device."""
 
     @property
     def best(self) -> PlannedGrid:
@@ -96,9 +96,9 @@ class ModelPlan:
 _SHOWN = 8
 """Grids in the table."""
 _SHORT = 0.31
-"""Greatest shortfall of predicted memory found in models whose layers are split (docs/plan.md)."""
+"""Largest measured underestimate of memory in models whose layers are split (docs/plan.md)."""
 _NOTED = 0.02
-"""Share of parameters left to the compiler from which the table says so."""
+"""Share of parameters left to the compiler above which the table mentions it."""
 _TIE = 0.03
 """Times closer than this count as equal: the simplest grid is first."""
 
@@ -142,6 +142,7 @@ def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: in
     if not fits:
         why = f"at least {_gb(large[0])} of {limit / 1e9:.1f} GB a device" if large else _listed(excluded)
         raise UserError("devices", devices, f"a number for which a grid fits; {why}")
+    # Predictions closer than `_TIE` do not rank grids, so prefer the one with the fewest axes and least communication.
     alike = [entry for entry in fits if entry.step_s < fits[0].step_s * (1 + _TIE)]
     first = min(alike, key=lambda entry: (len(entry.sizes), entry.grid.y * entry.grid.x, entry.grid.z))
     name, rows = type(module).__name__, abstract_batch.rows
@@ -159,7 +160,7 @@ def _gb(planned: PlannedGrid) -> str:
 
 
 def _grids(devices: int, rows: int, machine: Machine, excluded: Counter[str]) -> Iterator[GridShape]:
-    """Yield the grids of so many devices: `y` and `x` inside a node, rows whole."""
+    """Yield the grids of `devices` devices with `y` and `x` inside a node and an integer number of rows per device."""
     for z, y, x in product(divisors(devices), repeat=3):
         if devices % (z * y * x):
             continue
@@ -180,6 +181,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
         return value_of(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.shapes))
 
     split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
+    # Annotated as Any because the types of nnx.split depend on the number of filters.
     pieces: Any = nnx.split(split, trained, ...)
     graph, params, non_params = pieces
     half = precisions(machine.half).compute
@@ -191,6 +193,7 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
 
         return jax.value_and_grad(of)(params)
 
+    # Parameters are cast before the trace because `Trainer` computes in half precision on float32 masters.
     cast = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half), params)
     with jax.numpy_dtype_promotion("standard"):  # a user's model need not name the dtypes of its constants
         traced = jax.make_jaxpr(graded)(cast, non_params, batch.shapes)
@@ -225,8 +228,9 @@ def _sent(
 ) -> tuple[dict[str, int], dict[str, float], float]:
     """Return bytes and seconds of a step's communication by axes, and the share of parameters that no layer splits.
 
-    The communication is that of the report's layers. Of others it is taken that parameters are gathered where they are
-    kept in parts, and that gradients are reduced over all devices between which rows or parameters are split.
+    For sharded layers it is the communication of the sharding report. For all other layers the model assumes that
+    parameters are gathered over the axes that split them, and that gradients are reduced over these axes and those of
+    the rows.
     """
     links, sent, seconds = GroupLinks(shape, machine), Counter[str](), dict[str, float]()
     report = sharding_report(model)

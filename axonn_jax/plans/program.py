@@ -15,16 +15,16 @@ _FUSED = frozenset({
     "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "real", "reduce_max", "reduce_min",
     "reduce_sum", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "transpose", "xor",
 })  # fmt: skip
-"""Operations that XLA computes where their results are read, with no memory for these."""
+"""Operations that XLA fuses into the readers of their results, which then take no memory."""
 _DEAR = frozenset({"cos", "erf", "exp", "exp2", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"})
-"""Elementwise operations that XLA computes once where several operations read the result."""
+"""Expensive elementwise operations that XLA computes once if several operations read the result."""
 _SAME = frozenset({
     "copy", "expand_dims", "name", "optimization_barrier", "pvary", "reshape", "reshard", "squeeze", "stop_gradient",
 })  # fmt: skip
-"""Operations whose result is their input in memory."""
+"""Operations whose result shares the memory of their input."""
 _REDUCED = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_sum"})
 _MOST_FUSED = 8
-"""Arrays that one fused computation reads at the most; a longer one has a result in memory."""
+"""Largest number of arrays that a fused computation reads; a longer chain writes its result to memory."""
 
 
 class DeviceWork(NamedTuple):
@@ -33,30 +33,30 @@ class DeviceWork(NamedTuple):
     flops: float
     """FLOPs of matmuls and convolutions."""
     moved: float
-    """Bytes that all other operations write and read."""
+    """Bytes written and read by all other operations."""
     peak: float
-    """Most bytes of arrays at a time, the program's inputs aside."""
+    """Peak bytes of live arrays, without the program's inputs."""
 
 
 @dataclass
 class _Array:
-    """A traced value: its place in memory, or the places of those that it is computed from, and its split."""
+    """A traced value: its buffers, or those of the values that it is computed from, and its number of shards."""
 
     buffers: frozenset[int]
     shards: int
     size: float = 0.0
     """Bytes on a device."""
     computed: bool = False
-    """True if the value is computed where it is read."""
+    """True if the value is fused into its readers and has no memory."""
     stored: bool = False
-    """True of an input that is gathered before an operation outside of manual regions reads it."""
+    """True if the value is an input that operations outside of manual regions gather before they read it."""
 
 
 def device_work(jaxpr: Any, split: Sequence[int], stored: int, sizes: Mapping[str, int], rows: int) -> DeviceWork:
     """Return the work of one device in a traced program.
 
-    Matmuls inside a manual region (`shard_map`) are a device's own; of all others each device has the part into which
-    their result is split, as XLA splits along what arrives.
+    Shapes inside a manual region (`shard_map`) are those of one device. Outside, XLA propagates the sharding of the
+    inputs, so each device does the share of an operation by which its result is split.
 
     Args:
         jaxpr: The program.
@@ -81,7 +81,7 @@ class _Walk:
         self.born: list[int] = []
         self.read: list[int] = []
         self.scratch: list[float] = []
-        """Bytes that each operation needs while it runs, beside its inputs and results."""
+        """Bytes that each operation needs while it runs, in addition to its inputs and results."""
 
     def array(self, size: float, shards: int) -> _Array:
         """Return a new array in memory."""
@@ -91,7 +91,7 @@ class _Walk:
         return _Array(frozenset([len(self.bytes) - 1]), shards, size)
 
     def peak(self, results: Iterable[_Array]) -> float:
-        """Return the most bytes at a time, if the results stay to the end."""
+        """Return the peak bytes of live arrays if the results stay alive to the end."""
         end = len(self.scratch)
         for result in results:
             for buffer in result.buffers:
@@ -107,13 +107,14 @@ class _Walk:
         return most
 
     def run(self, jaxpr: Any, arrive: Sequence[_Array], *, manual: bool) -> list[_Array]:
-        """Return the results of a jaxpr for its inputs; in a `manual` one shapes are a device's own."""
+        """Return the results of a jaxpr for its inputs; with `manual` its shapes are those of one device."""
         env: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
 
         def of(var: Any) -> _Array:
             nothing = _Array(frozenset(), 1)
             return nothing if hasattr(var, "val") else env.get(var, nothing)  # a literal is not hashable
 
+        # XLA removes dead code, which traces of user functions contain, so it must not count either.
         eqns = _needed(jaxpr)
         readers = Counter(var for eqn in eqns for var in eqn.invars if not hasattr(var, "val"))
         readers.update(var for var in jaxpr.outvars if not hasattr(var, "val"))
@@ -124,11 +125,11 @@ class _Walk:
         return [of(var) for var in jaxpr.outvars]
 
     def _gathered(self, value: _Array, size: float) -> _Array:
-        """Return a value as an operation outside of manual regions reads it: a stored input is gathered."""
+        """Return a value as an operation outside of manual regions reads it: stored inputs are gathered."""
         return self.array(size, 1) if value.stored and value.shards > 1 else value
 
     def _materialize(self, values: Iterable[_Array]) -> frozenset[int]:
-        """Return the places of values that an operation reads from memory, into which computed ones are written now."""
+        """Return the buffers of values that an operation reads from memory, after writing the fused ones to memory."""
         for value in values:
             if value.computed:
                 for buffer in value.buffers:
@@ -160,7 +161,8 @@ class _Walk:
             sizes = (_size(var.aval) / split for var, split in zip(eqn.outvars, shards, strict=True))
             return [_Array(buffers, split, size, True) for split, size in zip(shards, sizes, strict=True)]
         if kind.startswith(("scatter", "dynamic_update_slice")) and inputs[0].computed:
-            inputs = inputs[1:]  # written where the result is
+            # A fused operand is written directly into the result, so it needs no memory of its own.
+            inputs = inputs[1:]
         buffers = buffers if kind in _FUSED else self._materialize(inputs)
         flops = _flops(eqn) / (1 if manual else max(array.shards for array in inputs))
         self.flops += flops
@@ -173,9 +175,9 @@ class _Walk:
         return results
 
     def _shards(self, aval: Any, eqn: Any, inputs: list[_Array]) -> int:
-        """Return the number of devices between which a result outside of manual regions is split.
+        """Return the number of shards of a result outside of manual regions.
 
-        It is split as its largest input, but where values are reduced along its rows as the batch is.
+        It is that of the largest input; reductions of the rows leave at most the shards of the batch.
         """
         pairs = [(_size(var.aval), array) for var, array in zip(eqn.invars, inputs, strict=True) if array.buffers]
         if _flops(eqn):
@@ -190,7 +192,7 @@ class _Walk:
         return max(1, split)
 
     def _split_more(self, value: _Array, shards: int) -> None:
-        """Split a value as another that it meets is, as XLA does backwards."""
+        """Give a value more shards, as XLA does when it propagates a sharding backwards from an operation."""
         part = value.shards / shards
         value.size, value.shards = value.size * part, shards
         if not value.computed:
@@ -198,7 +200,7 @@ class _Walk:
                 self.bytes[buffer] *= part
 
     def _loop(self, eqn: Any, inputs: list[_Array], manual: bool) -> list[_Array]:
-        """Return the results of a loop, whose body has its memory once, or of the costliest branch of a choice."""
+        """Return the results of a loop, whose iterations share memory, or of the most expensive branch of a choice."""
         inner = list(bodies(eqn))
         times = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
         traced = []
@@ -234,7 +236,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def _sums_rows(eqn: Any) -> bool:
-    """Return True if a matmul or convolution adds up over the first dimension of its first operand, as of the rows."""
+    """Return True if a matmul or convolution contracts the first dimension of its first operand, the rows."""
     if eqn.primitive.name.startswith("ragged_dot"):
         return 0 in eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
     numbers = eqn.params["dimension_numbers"]
@@ -244,7 +246,7 @@ def _sums_rows(eqn: Any) -> bool:
 
 
 def _size(aval: Any) -> float:
-    """Return the bytes of a value; 0 of what is no array."""
+    """Return the bytes of a value; 0 if it is not an array."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return float(prod(getattr(aval, "shape", ())) * itemsize)
 

@@ -40,7 +40,7 @@ class Conversation(NamedTuple):
     """Numbers of the messages that marks leave out."""
     prompt: int = 0
     """Number of the first messages that are a prompt, of which no answer is trained."""
-    asked: tuple[str, str] | None = None
+    instruction_input: tuple[str, str] | None = None
     """Instruction and input of the first message, whose content is both."""
     document: str | None = None
     """A text of no messages, to be trained on as it is."""
@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
             return json.dumps(self.document, ensure_ascii=False)
         if self.ready is not None:
             return json.dumps([self.ready.ids.tolist(), self.ready.counts.tolist()])
-        first = dict(zip(("instruction", "input"), self.asked or (), strict=False))
+        first = dict(zip(("instruction", "input"), self.instruction_input or (), strict=False))
         parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
         parts += [{"tools": self.tools}] * (self.tools is not None)
         parts += [{"untrained": sorted(self.untrained)}] * bool(self.untrained)
@@ -178,14 +178,14 @@ def conversation_of(row: Mapping[str, Any], vocab_ids: Set[int] = frozenset()) -
         (messages, first), (behind, second) = _listed(prompt), _listed(row[answer])
         untrained = first | {number + count for number in second}
         return Conversation([*messages, *behind], tools, untrained, count), {question, answer} | tool_keys
-    asked, used, content = None, {question, answer}, _text(row, question)
+    instruction_input, used, content = None, {question, answer}, _text(row, question)
     if question != "prompt":
         used.add("input")
         if row.get("input"):
-            asked = content, _text(row, "input")
-            content = "\n\n".join(asked)
+            instruction_input = content, _text(row, "input")
+            content = "\n\n".join(instruction_input)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": _text(row, answer)}]
-    return Conversation(messages, tools, asked=asked), (used & row.keys()) | tool_keys
+    return Conversation(messages, tools, instruction_input=instruction_input), (used & row.keys()) | tool_keys
 
 
 def _ready(row: Mapping[str, Any], vocab_ids: Set[int]) -> MarkedTokens:

@@ -77,7 +77,7 @@ class Alpaca:
             raise UserError("messages", None, "a text as the content of each message; see --template chat")
         passages, first = list[Passage](), len(conversation.messages) - len(turns)
         for at in range(0, len(turns), 2):
-            instruction, input_text = conversation.asked or (turns[at]["content"], "")
+            instruction, input_text = conversation.instruction_input or (turns[at]["content"], "")
             if intro is None:
                 intro = _INTRO_INPUT if input_text else _INTRO
             question = f"### Instruction:\n{instruction}\n\n"

@@ -23,7 +23,7 @@ _FUSED: tuple[AttentionKernel, ...] = ("cudnn", "splash")
 
 
 def usual_kernel(machine: Machine) -> AttentionKernel:
-    """The one whose rate is `device.attention`: of common heads in half precision."""
+    """Return the kernel that `device.attention` is the rate of: the choice for common heads in half precision."""
     return select_attention_form(machine.device, machine.half, 64, 128).kernel
 
 
@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
     weights: float
     """Gradients of weights."""
     light: float
-    """Seconds of the forward pass without matmuls with weights: the part that `dots` computes again."""
+    """Seconds of the forward pass except matmuls with weights: the part that `dots` recomputes."""
 
 
 class Compute:
@@ -52,27 +52,27 @@ class Compute:
         self.block, self.head = cache(self._block), cache(self._head)
 
     def matmul(self, rows: float, inner: float, columns: float) -> float:
-        """Seconds of `[rows, inner] @ [inner, columns]` on a device.
+        """Return the seconds of `[rows, inner] @ [inner, columns]` on a device.
 
-        The machine's rate for large matmuls, less the idle part of the last wave of output tiles; at least the time its
-        operands take through memory, and a launch.
+        The rate is the machine's for large matmuls, reduced by the idle part of the last wave of output tiles. The time
+        is at least that of moving the operands through memory, plus a launch.
         """
         tiling, flops = self.machine.matmul, 2.0 * rows * inner * columns
         seconds = flops / self.rate / matmul_share(self.machine.matmuls, (rows * inner * columns) ** (1 / 3))
         if tiling.cores:
             tiles = ceil(rows / tiling.tile_rows) * ceil(columns / tiling.tile_columns)
             padded = ceil(tiles / tiling.cores) * tiling.cores * tiling.tile_rows * tiling.tile_columns
-            # A few waves overlap at their ends and large matmuls are split over `inner`: a whole one at the most.
+            # Waves overlap at their ends and large matmuls are split over `inner`, so at most one full wave is wasted.
             seconds *= min(padded / (rows * columns), 1.0 + tiling.cores / tiles)
         moved = self.item * (rows * inner + inner * columns + rows * columns)
         return max(seconds, self.stream(moved)) + self.machine.device.launch_s
 
     def stream(self, moved: float) -> float:
-        """Seconds of reading and writing so many bytes of device memory."""
+        """Return the seconds of reading and writing `moved` bytes of device memory."""
         return moved / self.machine.device.memory_bytes_per_s
 
     def light(self, moved: float) -> float:
-        """Seconds of norms, activation functions, additions and the loss, which must move so many bytes."""
+        """Return the seconds of norms, activation functions, additions and the loss, which move `moved` bytes."""
         return moved / (self.machine.device.light_bytes_per_s or self.machine.device.memory_bytes_per_s)
 
     def _block(self, expert: int, x: int, y: int, sequences: int) -> Seconds:
@@ -99,14 +99,14 @@ class Compute:
         return mean
 
     def attention(self, heads: float) -> tuple[float, float]:
-        """Scores, softmax and their product with values, forward and backward, of so many heads of all sequences.
+        """Return the forward and backward seconds of attention for `heads` heads, counted over all sequences.
 
-        At the machine's measured or estimated rate for the kernel, if it has one: the causal half alone, and 2.5 times
-        as much backward, which computes the scores again. Else blocks are matmuls, two forward and five backward, and
-        passes over their scores in memory: forward they are written, read for the maximum, the sum and the weights,
-        and those are written and read; backward scores and their gradients are written and read, then written in the
-        model's dtype and read five times in all. A fused kernel without a rate is taken to be as slow.
-        Whole scores: two matmuls and four, with six and eight passes over them.
+        If the machine has a measured or estimated rate for the kernel, only the causal half counts, and the backward
+        pass, which recomputes the scores, takes 2.5 times as long. Otherwise blocks are matmuls, two forward and five
+        backward, and passes over their scores in memory. Forward, scores are written, then read for the maximum, the
+        sum and the weights, and the weights are written and read. Backward, scores and their gradients are written and
+        read, then written in the model's dtype and read five times in all. A fused kernel without a rate is assumed to
+        be as slow. The unblocked kernel has two matmuls forward and four backward, with six and eight passes.
         """
         seq, machine, item, rate = self.seq, self.machine, self.item, self.rate
         device, flops = machine.device, 4.0 * self.shape.head_dim * heads
@@ -124,11 +124,12 @@ class Compute:
     def _head(self, x: int, columns: int, sequences: int) -> Seconds:
         """Return the times of the projection onto a device's columns of the padded vocabulary, and of the loss.
 
-        By columns and not by grid, as many grids have the same.
+        The cache key is the number of columns, not the grid, because many grids share it.
         """
         rows, hidden = sequences * self.seq, self.shape.hidden / x
         logits = self.light(rows * columns * FLOAT32)
-        # Logits are written, read for the maximum and for the sum; then read and overwritten by their gradient.
+        # Forward, logits are written, then read for the maximum and for the sum. Backward, they are read and then
+        # overwritten by their gradient.
         return Seconds(
             self.matmul(rows, hidden, columns) + 3 * logits,
             self.matmul(rows, columns, hidden) + 2 * logits,
@@ -139,11 +140,11 @@ class Compute:
     def update(
         self, params: float, optimizer_params: float, gradient_item: int, travelling: float, moment: float
     ) -> float:
-        """Seconds of the optimizer's step over the parameters that a device holds.
+        """Return the seconds of the optimizer's step over the parameters that a device holds.
 
-        Gradients are read, master weights and the optimizer's state, `moment` bytes a parameter, read and written,
-        weights written. A share of masters and state, `travelling`, comes from the host and goes back, both ways at
-        once.
+        Gradients are read, master weights and the optimizer's state (`moment` bytes per parameter) are read and
+        written, and weights are written. The share `travelling` of masters and state comes from the host and goes back,
+        in both directions at the same time.
         """
         states = 2 * (FLOAT32 + moment) * optimizer_params
         device = self.machine.device
@@ -154,22 +155,22 @@ class Compute:
 
 @dataclass
 class Times:
-    """Seconds of one microbatch in one part of a stage; tasks have the exposed communication in them."""
+    """Seconds of one microbatch in one part of a stage; tasks include their exposed communication."""
 
     forward: float = 0.0
     inputs: float = 0.0
-    """Gradients of inputs, recomputation with it."""
+    """Gradients of inputs, including recomputation."""
     weights: float = 0.0
     compute: float = 0.0
     """Seconds of all three tasks, without communication."""
     exposed: dict[str, float] = field(default_factory=dict)
     """Seconds by axis that communication adds to the tasks."""
     hidden: dict[str, float] = field(default_factory=dict)
-    """By axis, the rest of it."""
+    """Seconds by axis of communication that compute hides."""
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.inputs + self.weights
 
 
@@ -188,14 +189,14 @@ class PartTimes:
         gathers: bool,
         lifetime: ReshardAfter = "forward",
     ) -> Times:
-        """Times of a part for a microbatch of so many sequences a device.
+        """Return the times of a part for a microbatch of `sequences` per device.
 
-        `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
-        step, which is not in these times. `lifetime` says how long they live: after "forward" they are gathered
-        again in the backward pass, for "step" scatters are not in these times either.
+        With `gathers` the forward pass of every microbatch gathers its weights; without, they are gathered once a step,
+        which these times leave out. `lifetime` is that of gathered weights: after "forward" they are gathered again in
+        the backward pass; for "step" these times leave out the scatters too.
         """
         if part != "block":
-            activations = "none"  # only blocks are computed again
+            activations = "none"  # only blocks are recomputed
         seconds = self._compute(part, sequences)
         recompute = 0.0
         if activations in ("full", "offload"):
@@ -203,7 +204,8 @@ class PartTimes:
         elif activations in ("dots", "save_collectives"):
             recompute = seconds.light
         back = recompute + seconds.inputs + seconds.weights
-        if activations == "offload":  # a block's input goes to the host and comes back, beside everything else
+        # A block's input goes to the host and comes back while everything else runs, so only an excess is exposed.
+        if activations == "offload":
             moved = self.compute.item * sequences * self.compute.seq * self.compute.shape.hidden / self.grid.x
             copied = moved / self.request.machine.host.bytes_per_s
             recompute += max(0.0, copied - back)
@@ -211,7 +213,8 @@ class PartTimes:
         on, times = self.request.switches, Times(compute=seconds.forward + recompute + seconds.inputs + seconds.weights)
         window = partial(_Window, speed=1.0 - self.request.machine.device.contention, times=times, sequences=sequences)
         lines = partial(self.traffic.lines, self.grid, part)
-        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other sub-batch's matmuls, one of two
+        # With two sub-batches the collectives of one overlap with the matmuls of the other, half of the compute.
+        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0
         forward = window(seconds.forward)
         forward.add(lines("gather") if gathers else (), seconds.forward if on.gathers else 0.0)
         forward.add(lines("reduce"), half if on.forward else 0.0)
@@ -222,7 +225,8 @@ class PartTimes:
             backward.add(lines("regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(lines("rereduce"), half if on.forward else 0.0)
-        if activations == "none":  # only gradients of weights read it
+        # Under `none` only weight gradients read the regathered stream, so input gradients can hide it.
+        if activations == "none":
             backward.add(lines("reread"), seconds.inputs if on.gradients else 0.0)
         else:
             recomputed.add(lines("reread"), half if on.forward else 0.0)
@@ -243,9 +247,9 @@ class PartTimes:
 
 
 class _Window:
-    """Stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time.
+    """Stretch of compute that collectives overlap with; links inside and between nodes each serve one at a time.
 
-    Compute keeps `speed` of its rate beside a collective; the loss counts as communication that is not hidden.
+    Compute keeps `speed` of its rate during a collective; the loss counts as exposed communication.
     """
 
     def __init__(self, compute: float | dict[bool, float], speed: float, times: Times, sequences: int):

@@ -36,7 +36,10 @@ class CostModel:
         self._once: dict[GridShape, dict[StatePlacement, float]] = {}
 
     def tasks(self, candidate: Candidate) -> PartTimes:
-        """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
+        """Return the task times of a candidate's stages.
+
+        `pipe` and `data` only matter for how groups lie in nodes, so grids share an entry if that is the same.
+        """
         grid, comm = candidate.grid, self.request.comm(candidate.grid, candidate.activations)
         distinct = copies(grid, self.request.machine.node.devices, grid.inside.devices)
         key = (distinct, grid.inside, comm)
@@ -48,8 +51,9 @@ class CostModel:
     def bound(self, grid: GridShape, reductions: bool = True) -> float:
         """Return a lower bound on the seconds of every candidate on this grid, for any communication of blocks.
 
-        Blocks alone, without recomputation or bubble: the larger of a device's computation at the best microbatch size
-        and the traffic of either kind of links; then, if asked for, the reductions over `data`, which nothing hides.
+        Only blocks count, without recomputation or bubble: the largest of a device's computation at the best microbatch
+        size, the traffic inside nodes and the traffic between nodes; then, with `reductions`, the reductions over
+        `data`, which nothing hides.
         """
         ways = {self.request.comm(grid, activations) for activations in ("none", "full")}
         return min(self._bound(grid, *self.priced(comm), reductions) for comm in ways)
@@ -63,7 +67,7 @@ class CostModel:
         for role in ("reduce", "input"):
             for line in traffic.lines(grid, "block", role):
                 carried[line.near] += line.each * share
-        # Once a microbatch, of which a pipeline has as many as stages.
+        # These run once per microbatch, and a pipeline has at least as many microbatches as stages.
         for line in traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe
         zero = (4 + self.compute.item) / 8
@@ -72,7 +76,10 @@ class CostModel:
         return layers * (max(compute, *carried.values()) + reduced)
 
     def pipeline_s(self, candidate: Candidate, parts: Parts | None = None) -> float:
-        """Seconds from the first microbatch to the last, offload and ZeRO aside; `parts` are of the busiest rank."""
+        """Return the seconds from the first microbatch to the last; `parts` are those of the busiest rank.
+
+        Offload and ZeRO do not change them.
+        """
         parts = parts or self.busiest(candidate)
         busy = candidate.microbatches * (_sum(parts, "total") + self._programs(candidate))
         wait, messages = self._waits(candidate, parts)
@@ -81,7 +88,7 @@ class CostModel:
     def once_s(self, grid: GridShape, placement: StatePlacement, device: float) -> float:
         """Return the seconds after the last microbatch of a step: reductions and the optimizer.
 
-        `device` are the bytes that the candidate takes of a device, beside which offloaded state may stay.
+        `device` is the number of bytes that the candidate uses on a device; offloaded state may stay in the remainder.
         """
         of_grid, load = self._once.setdefault(grid, {}), self._largest(grid)
         if placement not in of_grid:
@@ -94,11 +101,11 @@ class CostModel:
         return shared + self.once_s(candidate.grid, candidate.placement, self.footprint.memory(candidate).total)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Step time, its parts, and memory of a candidate.
+        """Return the closed-form estimate of a candidate: step time, its parts, and memory.
 
         A step is the busiest rank's work for all microbatches, the bubble, gathers and reductions done once, and the
-        optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are tasks of
-        their own, else its `F + B`; a message there and back for every stage comes on top.
+        optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` if weight gradients are their own
+        tasks, else its `F + B`. A message in each direction for every stage is added.
         """
         parts, load, placement = self.busiest(candidate), self._largest(candidate.grid), candidate.placement
         exposed, hidden = dict[str, float](), dict[str, float]()
@@ -131,7 +138,7 @@ class CostModel:
         )
 
     def message(self, candidate: Candidate) -> float:
-        """Seconds of a message between stages: a microbatch's residual stream on a device."""
+        """Return the seconds of a message between stages: a microbatch's residual stream on a device."""
         links = GroupLinks(candidate.grid, self.request.machine)
         tokens = candidate.sequences(self.request.batch) * self.request.shape.seq_len
         parts = candidate.grid.x * (candidate.grid.y if self.request.sequence_split else 1)
@@ -139,16 +146,17 @@ class CostModel:
         return links.neighbour_latency() + carried / links.neighbour_rate()
 
     def _programs(self, candidate: Candidate) -> float:
-        """Seconds a microbatch's programs take at least: a pipeline has one for each task of a virtual stage."""
+        """Return the launch overhead of a microbatch's programs: a pipeline has one per task of a virtual stage."""
         tasks = 3 if self.request.schedule(candidate).splits else 2
         return (
             candidate.virtual_stages * tasks * self.request.machine.device.program_s if candidate.grid.pipe > 1 else 0.0
         )
 
     def busiest(self, candidate: Candidate) -> Parts:
-        """The parts of the busiest rank, whatever is in flight."""
+        """Return the parts of the busiest rank, which do not depend on the microbatches in flight."""
         tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
-        # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
+        # A single program loops over the microbatches and shares gathered weights. A pipeline stage runs a program per
+        # task, so it gathers for every microbatch.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
         block = tasks.times("block", sequences, candidate.activations, gathers, candidate.lifetime)
         ends: tuple[Part, Part] = ("first", "last")
@@ -162,14 +170,14 @@ class CostModel:
         return max(by_load, key=lambda parts: _sum(parts, "total"))
 
     def _largest(self, grid: GridShape) -> Load:
-        """The rank with the most parameters."""
+        """Return the rank with the most parameters: its reductions and its update take the longest."""
         return max(self.footprint.ranks.loads(grid.pipe), key=lambda load: self.footprint.ranks.params(grid, load))
 
     def _waits(self, candidate: Candidate, parts: Parts) -> tuple[float, float]:
-        """Seconds of the bubble, and of waits for messages.
+        """Return the seconds of the bubble, and of waits for messages.
 
-        These are the messages that fill and drain the pipeline (weight gradients run while it drains), and the delay of
-        every microbatch where those in flight return too late for a rank to be always busy.
+        Message waits are those that fill and drain the pipeline (weight gradients run while it drains), and the delay
+        of every microbatch if the microbatches in flight return too late to keep a rank busy.
         """
         pipe, stages = candidate.grid.pipe, candidate.virtual_stages
         if pipe == 1:
@@ -182,7 +190,7 @@ class CostModel:
         lifetime = pipe * pass_s + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
         late = self._period(candidate, work, lifetime) - work
         messages = (pipe - 1) * (1 if split else 2) * message
-        # Several stages take microbatches by groups of `pipe`; the last ranks wait where the last group is not whole.
+        # Virtual stages take microbatches in groups of `pipe`; the last ranks idle if the last group is incomplete.
         short = 0.0 if split else -candidate.microbatches % pipe * (stages - 1) / stages * (inputs + weights)
         return (pipe - 1) * unit / stages + short, messages + candidate.microbatches * late
 
@@ -194,7 +202,7 @@ class CostModel:
         power that joins the bounds is fitted to simulations.
         """
         pipe, stages, policy = candidate.grid.pipe, candidate.virtual_stages, self.request.schedule(candidate)
-        # Of a rank's stages the deepest is left first: on average a microbatch keeps (V + 1) / 2 activations.
+        # A microbatch leaves the deepest of a rank's V stages first, so on average it keeps (V + 1) / 2 activations.
         room = min(policy.live(candidate.pipeline, 0) * 2 / (stages + 1), policy.depth(candidate.pipeline))
         if candidate.microbatches <= room:
             return work
@@ -203,10 +211,10 @@ class CostModel:
         return float((work**_POWER + (lifetime / room) ** _POWER) ** (1 / _POWER))
 
     def _once_for_all(self, candidate: Candidate, parts: Parts) -> Iterator[tuple[str, float]]:
-        """Yield seconds by axis of collectives over `z` that all microbatches share.
+        """Yield the seconds by axis of collectives over `z` that all microbatches share.
 
-        The first one's compute hides gathers of blocks; where they are kept for a step they come before it, and
-        scatters, in the sums' precision, after the last.
+        The first microbatch's compute hides the gathers of blocks. If gathered weights stay for the step, gathers come
+        before the first microbatch, and scatters, in the precision of the sums, after the last.
         """
         if candidate.grid.pipe > 1 or candidate.microbatches == 1:
             return
@@ -222,11 +230,13 @@ class CostModel:
                 yield line.axis, count * line.fixed
 
     def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:
-        """Yield seconds by axis of reductions once a step; ZeRO-1 scatters gradients and gathers weights instead.
+        """Yield the seconds by axis of the reductions done once a step.
 
-        Biases count as in the papers' layout: elsewhere they are a little smaller.
+        ZeRO-1 scatters gradients and gathers weights instead. Biases are counted as in the papers' layout; in other
+        layouts they are slightly smaller.
         """
         counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
+        # An all-reduce moves the gradient (4 bytes) twice; ZeRO-1 scatters it once and gathers weights of `item` bytes.
         share = (4 + self.compute.item) / 8 if zero else 1.0
         for part, line in self.traffic.updates(grid):
             yield line.axis, counts[part] * line.fixed * (share if line.axis in REPLICA_AXES else 1.0)

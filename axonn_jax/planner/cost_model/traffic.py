@@ -28,23 +28,23 @@ class Line(NamedTuple):
     """Seconds of some collectives over one axis, as a function of a device's sequences in a microbatch."""
 
     axis: str
-    """The slowest of the axes they run over."""
+    """Slowest axis that they run over."""
     near: bool
     """True if all groups stay inside a node."""
     fixed: float
-    """Seconds that the batch does not change."""
+    """Seconds that do not depend on the batch."""
     each: float
     """Seconds for each sequence."""
     curves: tuple[tuple[float, Curve, float], ...] = ()
     """Measured curves: number of collectives, seconds by bytes, and bytes for each sequence."""
 
     def at(self, sequences: int) -> float:
-        """Seconds for a microbatch of so many sequences a device."""
+        """Return the seconds for a microbatch of `sequences` per device."""
         measured = sum(count * between(curve, moved * sequences) for count, curve, moved in self.curves)
         return self.fixed + self.each * sequences + measured
 
     def plus(self, other: "Line") -> "Line":
-        """Both, over the same axis."""
+        """Return the sum of two lines over the same axis."""
         return self._replace(
             fixed=self.fixed + other.fixed, each=self.each + other.each, curves=self.curves + other.curves
         )
@@ -56,8 +56,8 @@ Lines = dict[tuple[Part, Role], tuple[Line, ...]]
 class Traffic:
     """Collectives of a model's stages on a machine; all blocks are counted as one block.
 
-    A microbatch's communication is the same on all grids that differ in `pipe` and `data` alone and lie in nodes alike,
-    and priced once for them.
+    Grids that differ only in `pipe` and `data`, and whose groups are spread over nodes in the same way, have the same
+    communication per microbatch, so it is priced once for all of them.
     """
 
     def __init__(self, request: PlanRequest, comm: BlockComm = ALL_REDUCE):
@@ -67,9 +67,10 @@ class Traffic:
         self._updates: dict[tuple[int, int, GridShape], tuple[tuple[Part, Line], ...]] = {}
 
     def lines(self, grid: GridShape, part: Part, role: Role) -> tuple[Line, ...]:
-        """The lines of a part and a role in a microbatch; none where every axis they run over has size one.
+        """Return the lines of a part and a role in a microbatch; none if every axis they run over has size one.
 
-        Raises ``UserError`` where the model does not divide over the grid.
+        Raises:
+            UserError: The model does not divide over the grid.
         """
         mesh = grid.inside
         key = (copies(grid, self._machine.node.devices, mesh.devices), mesh)
@@ -89,11 +90,11 @@ class Traffic:
         return self._updates[key]
 
     def _work(self, mesh: GridShape) -> StepSpec:
-        """A microbatch of one sequence a device."""
+        """Return the step of a microbatch with one sequence per device."""
         return self._request.step(Candidate(mesh, activations="full"), mesh.batch_shards, self._comm)
 
     def _lines_of(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
-        """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
+        """Return the sums of these collectives by part and role; `grid.pipe` copies of the mesh lie in the nodes."""
         links = GroupLinks(grid, self._machine)
         sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
         costs: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[float, bool, Curve, float]] = {}
@@ -112,7 +113,7 @@ class Traffic:
             rate, near, curve, hops = costs[cost_key]
             part, role = _part(collective), _role(collective)
             count = collective.times / (self._shape.layers if part == "block" else 1)
-            # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
+            # Activations grow with the sequences of a microbatch; weights and their gradients do not.
             grows = collective.phase != "update" and (collective.kind == "all-reduce" or _of_stream(collective))
             link = (collective.axes[0], near)
             if not curve:
@@ -122,7 +123,8 @@ class Traffic:
                 line = Line(*link, latency, seconds) if grows else Line(*link, latency + seconds, 0.0)
             elif grows:
                 line = Line(*link, 0.0, 0.0, ((count, curve, collective.buffer_bytes),))
-            elif role == "update" and part != "step":  # gradients travel together, in buckets
+            elif role == "update" and part != "step":
+                # Gradients travel in buckets: each adds its bytes at the curve's slope, and the latency counts once.
                 line = Line(*link, count * slope(curve) * collective.buffer_bytes, 0.0)
                 buckets[collective.axes] = Line(*link, max(0.0, curve[-1][1] - slope(curve) * curve[-1][0]), 0.0)
             else:

@@ -67,6 +67,7 @@ def _check(machine: Machine) -> None:
             raise UserError(name, text, "a text")
     if not machine.sources:
         raise UserError("sources", [], "a list of at least one text")
+    # Two measurements of one place would make the result depend on their order in the file.
     for name, keys in _TABLE_KEYS.items():
         places = [tuple(getattr(row, key) for key in keys) for row in getattr(machine, name)]
         if len(set(places)) < len(places):

@@ -14,10 +14,10 @@ CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-p
 
 
 def ring_bytes(kind: CollectiveKind, buffer: int, group: int) -> Fraction:
-    """Bytes a device sends for a collective of `group` devices, `buffer` the bytes of the whole buffer.
+    """Return the bytes that a device sends for a collective of `group` devices over a full buffer of `buffer` bytes.
 
-    All-gather, reduce-scatter and all-to-all (G-1)/G n, all-reduce 2 (G-1)/G n, and a permutation n: the ring
-    algorithms (Thakur et al. 2005). A fraction, so that sums compare exactly.
+    With the ring algorithms (Thakur et al. 2005) all-gather, reduce-scatter and all-to-all send (G-1)/G n bytes, an
+    all-reduce 2 (G-1)/G n, and a permutation n. The result is a fraction, so that sums compare exactly.
     """
     if kind == "collective-permute":
         return Fraction(buffer)
@@ -35,10 +35,10 @@ class GroupSpread(NamedTuple):
 
 @cache
 def group_spread(node: int, inner: int, size: int, devices: int) -> GroupSpread:
-    """Return the spread of groups of `size` devices, `inner` numbers apart, on so many devices in nodes of `node`.
+    """Return how groups of `size` devices with a stride of `inner` spread over `devices` devices in nodes of `node`.
 
-    Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. A block's spread depends on the
-    place in its node at which it begins; these places repeat.
+    Nodes are consecutive devices, and so are blocks of `inner` interleaved groups. A block's spread depends only on the
+    offset in its node at which it begins, and these offsets repeat.
     """
     span = inner * size
     if node % span == 0 or devices <= node:
@@ -49,12 +49,13 @@ def group_spread(node: int, inner: int, size: int, devices: int) -> GroupSpread:
     spreads = frozenset(
         _spread(node, inner, size, (begin + offset) % node) for begin in begins for offset in range(inner)
     )
+    # Offsets repeat, so only the nodes in which these blocks begin are counted, and the last, which may be partial.
     looked_at = {begin // node for begin in begins} | {(devices - 1) // node}
     return GroupSpread(max(_rings(node, inner, size, devices, at) for at in looked_at), spreads)
 
 
 def _spread(node: int, inner: int, size: int, first: int) -> tuple[int, int]:
-    """Nodes of a group whose first member has this place in its node, and its members in the fullest."""
+    """Return the nodes of a group whose first member has offset `first`, and its members in the fullest node."""
     nodes = (first + (size - 1) * inner) // node + 1
     # Members before each node; from the second on their number repeats after at most `inner` nodes.
     counts = [min(size, max(0, -(-(at * node - first) // inner))) for at in range(min(nodes, inner + 1) + 1)]
@@ -62,16 +63,18 @@ def _spread(node: int, inner: int, size: int, first: int) -> tuple[int, int]:
 
 
 def _rings(node: int, inner: int, size: int, devices: int, at: int) -> int:
-    """Groups that have members in a node, and others outside of it."""
+    """Return the number of groups with members both inside and outside of node `at`."""
     low, high = at * node, min((at + 1) * node, devices)
     span = inner * size
-    tail = min(-low % span, high - low)  # of a block that began before
-    head = (high - low - tail) % span  # of one that ends behind
+    # A node holds the tail of a block that begins in an earlier node and the head of one that ends in a later node;
+    # blocks that lie inside the node do not leave it.
+    tail = min(-low % span, high - low)
+    head = (high - low - tail) % span
     return sum(min(inner, part) - max(0, part - (size - 1) * inner) for part in (tail, head))
 
 
 def copies(grid: GridShape, node: int, devices: int) -> int:
-    """Number of blocks of `devices` devices of a grid with distinct places in nodes; further blocks repeat these."""
+    """Return how many blocks of `devices` devices differ in their offset in a node; further blocks repeat these."""
     return 1 if node % devices == 0 else min(grid.devices // devices, node // gcd(node, devices))
 
 
@@ -85,15 +88,15 @@ class GroupLinks:
         self._runs_by_axes: dict[tuple[str, ...], list[tuple[int, int]]] = {}
 
     def inner(self, axes: Sequence[str]) -> int:
-        """Product of the axes inside (faster than) the fastest of these."""
+        """Return the product of the axes that are faster than the fastest of these: the stride of their groups."""
         fastest = max(MESH_AXES.index(axis) for axis in axes)
         return prod(self.sizes[axis] for axis in MESH_AXES[fastest + 1 :])
 
     def _runs(self, axes: Sequence[str]) -> list[tuple[int, int]]:
-        """Devices inside and of a group, of every run of neighbouring axes.
+        """Return (stride, size) of every run of adjacent axes.
 
-        There is one, but for the gradients of positions, reduced over `data` and `y` alone where `y` splits the
-        sequence: they are as slow as the slower run and have the hops of both.
+        There is usually one run. The gradients of positions, which are reduced over `data` and `y` if `y` splits the
+        sequence, have two: they are as slow as the slower run and have the hops of both.
         """
         key = tuple(axes)
         if key in self._runs_by_axes:
@@ -115,35 +118,35 @@ class GroupLinks:
         return not any(self._group_spread(*run).rings for run in self._runs(axes))
 
     def rate(self, axes: Sequence[str]) -> float:
-        """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
+        """Return the bytes/s that a device sends in a ring collective over these axes, with all sibling groups at once.
 
-        Measured where the machine file has it. Else a group inside a node has the links of a device; rings that leave a
-        node share its rate: beta_inter / min(G_node, inner) where groups and nodes are nested.
+        A measurement in the machine file takes precedence. Otherwise a group inside a node has the links of a device,
+        and rings that leave a node share its rate: beta_inter / min(G_node, inner) where groups and nodes are nested.
         """
         return min((self._rate(*run) for run in self._runs(axes)), default=self.machine.node.bytes_per_s)
 
     def _rate(self, inner: int, size: int) -> float:
         node, rings = self.machine.node, self._group_spread(inner, size).rings
         measured_rate = self.machine.measured(inner, size, across=rings > 0)
-        # What was measured across nodes are groups that they are nested in, or that are nested in them.
+        # Measurements across nodes cover nested groups only: groups of nodes, or groups that divide a node.
         nested = inner >= node.devices or (node.devices % inner == 0 and inner * size % node.devices == 0)
         if rings == 0 or (measured_rate is not None and nested):
             return measured_rate or node.bytes_per_s
         return min(measured_rate or node.bytes_per_s, self.machine.network.bytes_per_s / rings)
 
     def curve(self, kind: CollectiveKind, axes: Sequence[str]) -> Curve:
-        """Measured seconds of a collective over these axes by the bytes of its buffer.
+        """Return the measured seconds of a collective over these axes by the bytes of its buffer.
 
-        Empty without measurements, and across nodes: measurements count for one node.
+        The curve is empty without measurements and for groups that cross nodes, as it is measured inside a node.
         """
         runs = self._runs(axes)
         return self.machine.curve(kind, *runs[0]) if len(runs) == 1 and self.near(axes) else ()
 
     def latency(self, kind: CollectiveKind, axes: Sequence[str]) -> float:
-        """Seconds before the first byte of a collective counts: a launch, then the hops of the slowest group.
+        """Return the latency of a collective in seconds: a launch, then the hops of the slowest group.
 
-        A ring has `size - 1` hops, as many between nodes as nodes take part less one; an all-reduce goes up and down a
-        binary tree, as communication libraries do where latency matters.
+        A ring has `size - 1` hops, of which `nodes - 1` cross between nodes. An all-reduce goes up and down a binary
+        tree, as communication libraries do where latency matters.
         """
         near, far = self.machine.node.latency_s, self.machine.network.latency_s
         seconds = self.machine.device.launch_s
@@ -156,22 +159,22 @@ class GroupLinks:
         return seconds
 
     def neighbour_rate(self) -> float:
-        """Bytes/s of a device's messages to the next pipeline stage, all devices of a node sending at once.
+        """Return the bytes/s of a device's messages to the next pipeline stage, with all devices of a node sending.
 
-        `pipe` is the slowest axis: the next stage is `stage_devices` numbers on, and a pipeline that is longer than a
-        node has neighbours in different nodes. Of its links the slowest counts, which every microbatch waits for.
+        `pipe` is the slowest axis, so the next stage is `stage_devices` further, and a pipeline longer than a node has
+        neighbours in different nodes. The slowest link counts, because every microbatch waits for it.
         """
         node, span = self.machine.node, self.stage_devices
         inside = max((message.bytes_per_s for message in self.machine.messages), default=node.bytes_per_s)
         if self.devices <= max(node.devices, span):
             return inside
-        # The last `span` devices of a node send to the next one, as far as they have a stage behind theirs.
+        # The last `span` devices of a node send to the next node, except those of the pipeline's last stage.
         leaving = min(node.devices, self.devices - span) - max(0, node.devices - span)
         across = min(node.bytes_per_s, self.machine.network.bytes_per_s / leaving)
         return across if span >= node.devices else min(inside, across)
 
     def neighbour_latency(self) -> float:
-        """Seconds a message to the next stage takes at least, over the slowest of a pipeline's links."""
+        """Return the latency in seconds of a message to the next stage, over the slowest of a pipeline's links."""
         node, across = self.machine.node, self.machine.network.latency_s
         inside = min((message.latency_s for message in self.machine.messages), default=node.latency_s)
         if self.devices <= node.devices:

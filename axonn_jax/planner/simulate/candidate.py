@@ -14,7 +14,7 @@ from axonn_jax.schedule.tasks import Kind
 
 
 def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], float]:
-    """Seconds of the tasks of every virtual stage; without a pipeline of one that holds the whole model."""
+    """Return the seconds of the tasks of every virtual stage; without a pipeline one stage holds the full model."""
     times: dict[tuple[Kind, int], float] = {}
     pipe, virtual = candidate.grid.pipe, candidate.virtual_stages
     least = model.request.machine.device.program_s if pipe > 1 else 0.0
@@ -66,6 +66,7 @@ class Prices:
         closed = self.model.estimate(candidate)
         if candidate.grid.pipe == 1:
             return closed
+        # Scale the closed form's parts to the busiest simulated rank, so that the parts still add up to the step.
         done = self.pipelined(candidate)
         busy = max(done.busy)
         step = done.makespan + self.model.outside_s(candidate)
@@ -97,7 +98,7 @@ class Prices:
         return StageTimes(candidate.pipeline, self._tasks[key], self.model.message(candidate))
 
     def _key(self, candidate: Candidate) -> tuple[object, ...]:
-        """Key of everything that task times depend on."""
+        """Return the key of everything that task times depend on."""
         grid, sequences = candidate.grid, candidate.sequences(self.model.request.batch)
         return grid.pipe, grid.z, grid.y, grid.x, candidate.virtual_stages, sequences, candidate.activations
 

@@ -44,7 +44,7 @@ class Perturbation:
 
 
 def uniform(*numbers: int) -> float:
-    """A number in (0, 1) that depends on the arguments alone (SplitMix64's mixing)."""
+    """Return a number in (0, 1) that only depends on the arguments (the mixing function of SplitMix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -55,8 +55,9 @@ def uniform(*numbers: int) -> float:
 
 
 def factor(sigma: float, members: int, *numbers: int) -> float:
-    """A lognormal factor with mean one; of several members, the largest of theirs."""
-    # The largest of n uniform numbers is the n-th root of one.
+    """Return a lognormal factor with mean one; for several members, the largest of their factors."""
+    # The maximum of n uniform numbers is distributed as the n-th root of a single one. The bound keeps the quantile
+    # finite.
     chance = min(uniform(*numbers) ** (1.0 / members), 1.0 - 2.0**-53)
     return exp(sigma * _NORMAL.inv_cdf(chance) - sigma * sigma / 2)
 
@@ -84,7 +85,7 @@ def simulate_perturbed(
 
     hooks: dict[str, Any] = {"message_time": message_time, "progress": progress}
     healthy = simulate(pipe_shape, policy, task_time=task_time, **hooks)
-    # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
+    # Until it fails a rank behaves as in the healthy run, so that run tells which task it does not finish.
     if not (lost := _lost(healthy, by.failed)):
         return healthy
     broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **hooks)
@@ -97,7 +98,7 @@ def simulate_perturbed(
 
 
 def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:
-    """By rank that fails, the first task that would have ended after that."""
+    """Return, for each rank that fails, the first task that would have ended after the failure."""
     lost: dict[int, tuple[float, Task]] = {}
     for span in healthy.spans:
         if span.rank in failed and span.end > failed[span.rank]:

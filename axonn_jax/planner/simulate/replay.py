@@ -34,7 +34,8 @@ _PASSES = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKW
 def task_runs(name: str, rank: int, start: float, end: float) -> list[TaskRun]:
     """Return the tasks of a measured span, such as `F3.12`; raise ``ValueError`` for other names.
 
-    A stage that runs two in one program (`FI3.12`) shows one span, which they share by their matmuls.
+    Two tasks that a stage runs in one program (`FI3.12`) share one span, which is divided in proportion to their
+    matmuls.
     """
     if (match := re.fullmatch(r"([FBIW]|FB|FI)([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
         raise ValueError(f"a task called {name!r}")
@@ -47,10 +48,10 @@ def task_runs(name: str, rank: int, start: float, end: float) -> list[TaskRun]:
 
 
 def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
-    """Simulate a step with its own task times, and the gaps and message times that it shows, under the policy `name`.
+    """Simulate a step with its measured task times, gaps and message times under the policy `name`.
 
-    The policy may be another one than ran; a whole backward takes the time of its measured parts, and a part of a
-    backward measured as a whole takes the median of such parts in its stage.
+    The policy may differ from the one that ran. A fused backward takes the time of its measured parts; a missing task
+    takes the median of its kind in its stage.
 
     Raises:
         UserError: the policy cannot run so: it needs the parts of backwards that were measured in one.
@@ -62,6 +63,8 @@ def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
         raise UserError("--replay", name, "a policy for backwards in one, as they were measured")
     previous_runs = _previous_runs(spans)
     waits, gaps = [], []
+    # A task starts late either because of its message or because of its rank's previous task, whichever ended last;
+    # the first kind measures message times, the second the gaps between tasks.
     for task, run in spans.items():
         message, previous = needs(task, pipe_shape), previous_runs.get(task)
         sent = _sender(message.direction, task, spans) if message is not None else None
@@ -80,6 +83,7 @@ def replay(measured: Iterable[TaskRun], name: PipelinePolicy) -> Replay:
         pipe_shape,
         policy,
         task_time=lambda task: _seconds(task, spans, usual) + gap,
+        # Every task already includes a gap, so subtract it here to avoid counting it twice.
         message_time=lambda _: max(0.0, message_s - gap),
     )
     return Replay(name, last - first, done.makespan, gap, message_s)
@@ -95,7 +99,7 @@ def _seconds(task: Task, spans: dict[Task, TaskRun], usual: dict[tuple[Kind, int
 
 
 def _medians(spans: dict[Task, TaskRun]) -> dict[tuple[Kind, int], float]:
-    """Seconds of a kind of task in a stage."""
+    """Return the median seconds of each kind of task in each stage."""
     by_kind: dict[tuple[Kind, int], list[float]] = {}
     for task, run in spans.items():
         by_kind.setdefault((task.kind, task.stage), []).append(run.end - run.start)
@@ -115,7 +119,7 @@ def _pipe_shape(spans: dict[Task, TaskRun]) -> PipelineShape:
 
 
 def _previous_runs(spans: dict[Task, TaskRun]) -> dict[Task, TaskRun]:
-    """The task that ran before on the same rank."""
+    """Return the run that preceded each task on the same rank."""
     by_rank: dict[int, list[TaskRun]] = {}
     for run in sorted(spans.values(), key=lambda run: run.start):
         by_rank.setdefault(run.rank, []).append(run)
@@ -123,7 +127,7 @@ def _previous_runs(spans: dict[Task, TaskRun]) -> dict[Task, TaskRun]:
 
 
 def _sender(direction: str, task: Task, spans: dict[Task, TaskRun]) -> TaskRun | None:
-    """The task whose message this one needs."""
+    """Return the run whose message the task needs."""
     if direction == "forward":
         return spans.get(Task(Kind.FORWARD, task.stage - 1, task.microbatch))
     fused = spans.get(Task(Kind.BACKWARD, task.stage + 1, task.microbatch))

@@ -89,13 +89,16 @@ def simulate(
     pipe = pipe_shape.pipe
     ranks = ranks or [dispatcher_of(pipe_shape, rank, policy) for rank in range(pipe)]
     spans, keeps = list[TaskRun](), [shown is None or rank in shown for rank in range(pipe)]
-    busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
+    busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # start of the running task; -1: the rank is idle
     ends, gaps, waited = [0.0] * pipe, [0.0] * pipe, [0.0] * pipe
-    # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.
+    # (time, serial, rank, task that ended or message that arrived). The serial number breaks ties in causal order and
+    # makes the simulation deterministic.
     events: list[tuple[float, int, int, Task | Message]] = []
     now, serial, ended = 0.0, 0, 0
     concerned = set(range(pipe))
     while True:
+        # A set of integers has no guaranteed order, and the order of ranks decides serial numbers. Most events concern
+        # a single rank, for which sorting would be wasted.
         for rank in sorted(concerned) if len(concerned) > 1 else concerned:
             task = ranks[rank].next() if since[rank] < 0 else None
             if task is None:
@@ -114,6 +117,7 @@ def simulate(
             break
         now = events[0][0]
         concerned.clear()
+        # Deliver all events of this instant before any rank chooses its next task.
         while events and events[0][0] == now:
             _, _, rank, event = heapq.heappop(events)
             concerned.add(rank)
@@ -131,6 +135,7 @@ def simulate(
             if message is not None:
                 serial += 1
                 heapq.heappush(events, (now + message_time(message), serial, message.stage % pipe, message))
+    # No event is pending, so unfinished ranks wait for each other and never continue.
     if not all(rank.done for rank in ranks):
         raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))
     return Simulation(pipe_shape, spans, now, busy, peak, ends, waited, ended)

@@ -28,7 +28,7 @@ class StageTimes:
         return self.tasks[task.kind, task.stage]
 
     def carried(self, message: Message) -> float:
-        """Seconds of a message."""
+        """Return the seconds of a message; all messages take equally long."""
         del message
         return self.message
 
@@ -39,7 +39,7 @@ class StageTimes:
         return replace(self, tasks=slower)
 
     def work(self, rank: int, policy: Policy) -> float:
-        """Seconds that a microbatch takes a rank at the least."""
+        """Return the minimum seconds of work that a microbatch is for a rank."""
         total = 0.0
         for stage in self.pipe_shape.stages_of(rank):
             forward, *parts, fused = (self.tasks[kind, stage] for kind in _KINDS)
@@ -48,7 +48,7 @@ class StageTimes:
         return total
 
     def flight_time(self, split: bool) -> float:
-        """Seconds from a microbatch's first forward to the start of its last backward at the least."""
+        """Return the minimum seconds from a microbatch's first forward to the start of its last backward."""
         back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
         round_trip = sum(
             self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.pipe_shape.stages)
@@ -66,13 +66,13 @@ def pipelined(
     shown: Collection[int] | None = (),
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
-    """Simulate a step without its update, a long one without most of its steady stretch.
+    """Simulate a step without its update, extrapolating most of the steady phase of a long one.
 
-    There every microbatch takes the same time.
-    The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
-    nor than the way of a microbatch over those in flight. Ranks may settle late, where some wait for messages or catch
-    up with postponed tasks: the simulation is doubled until the step has grown by that period for every microbatch
-    more. `tests/planner/test_steady.py` has its errors against whole simulations.
+    In the steady phase every microbatch takes the same time. This period is measured between the busiest rank's
+    forwards once the pipeline is full. It is at least that rank's work, and at least a microbatch's flight time divided
+    by the microbatches in flight. Ranks may settle late if they wait for messages or catch up with postponed tasks, so
+    the simulated length is doubled until each further microbatch adds that period to the step.
+    `tests/planner/test_steady.py` bounds the error against full simulations.
 
     Raises:
         UserError: the policy cannot run with this shape of the pipeline.
@@ -98,12 +98,12 @@ def pipelined(
     if tasks * simulated >= _MOST:
         simulated = full + full // 8
     while 3 * simulated < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _ALWAYS_FULL:
-        # Several virtual stages take microbatches in groups: as many are in the last one.
+        # Virtual stages take microbatches in groups; skipping whole groups keeps the size of the last one.
         left_out = (pipe_shape.microbatches - simulated) // unit * unit
         done = run(pipe_shape.microbatches - left_out)
         period, since = _period(done, busiest, full)
         period = max(period, least)
-        # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
+        # A rank without idle time has a backlog, so a further microbatch only adds the rank's local work.
         rank_work = [seconds / done.pipe_shape.microbatches for seconds in done.busy]
         rates = [
             period if late > since else per_microbatch
@@ -124,7 +124,7 @@ def pipelined(
 
 
 def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:
-    """Seconds from one microbatch's first forward on a rank to the next's late in a simulation, and since when."""
+    """Return the late-phase seconds between microbatches' first forwards on a rank, and the start of that phase."""
     pipe, last = done.pipe_shape.pipe, done.pipe_shape.microbatches - 1
     starts = [0.0] * (last + 1)
     for span in done.spans:
