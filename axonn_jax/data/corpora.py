@@ -47,9 +47,9 @@ class Corpus:
     name: str = ""
     """Name in the log."""
     weight: int = 1
-    """Part of the training rows, out of the sum of all weights; 0 where the directory is only evaluated."""
+    """Share of the training rows relative to the sum of all weights; 0 if the directory is only evaluated."""
     setting: str = "data.path"
-    """Setting that the directory is of, the name in errors."""
+    """Setting that lists the directory, for error messages."""
 
     @property
     def evaluated(self) -> bool:
@@ -58,28 +58,28 @@ class Corpus:
 
     @property
     def targets(self) -> Fraction:
-        """Part of the training's targets, as `weight` is of its rows: of packed rows not every token is one."""
+        """Share of the training targets: unlike `weight` it leaves out the tokens of packed rows that do not count."""
         split = self.manifest.splits["train"]
         return self.weight * Fraction(split.counted or split.tokens, split.tokens)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Name this setting in errors of the directory, which a manifest raises for `data.path`."""
+        """Replace `data.path`, which a manifest raises errors for, by the directory's setting."""
         with _error_context(self.setting):
             yield
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """Prepared directories of which training takes rows by weight, and those that are only evaluated.
+    """Prepared directories whose rows training mixes by weight, and held-out sets that are only evaluated.
 
-    Rows have one global number g = 0, 1, 2, ... Which corpus row g is of, and which of that corpus's own rows, follows
-    from g and the weights alone, in a time that does not depend on g. Of the first g rows each corpus has its share, to
-    at most half a row for each other corpus, so every batch and every part of a run is mixed alike.
+    Rows have one global number g = 0, 1, 2, ... The corpus of row g and the row's number in it only depend on g and the
+    weights, and are computed in constant time. Among the first g rows each corpus has its share to within half a row
+    for each other corpus, so every batch and every part of a run is mixed in the same proportions.
     """
 
     trained: tuple[Corpus, ...]
-    """Corpora by falling weight; the order in which they are written says nothing."""
+    """Corpora by descending weight, independent of the order in the configuration."""
     sets: tuple[Corpus, ...] = ()
     """Held-out sets."""
 
@@ -88,8 +88,8 @@ class Corpora:
         """Read the manifests and tokenizers of the directories in a run's `[data]`.
 
         Raises:
-            UserError: not one of path and mix is given, a directory is not whole, is given twice or does not go with
-                the others, or a name is a corpus's.
+            UserError: Neither or both of path and mix are set, a directory is damaged, listed twice or incompatible
+                with the others, or a held-out set has the name of a corpus.
         """
         if bool(mix) == bool(path):
             conflict = "one of data.path and data.mix, the other left out, as --data.path= and --data.mix= do"
@@ -105,25 +105,27 @@ class Corpora:
         sets = [_read(where, name, 0, "data.held_out") for name, where in held_out.items()]
         for corpus in (*trained[1:], *sets):
             _check_alike(corpus, trained[0].manifest)
+        # Sort by weight and content, so that the order of the configuration does not change which rows are drawn.
         trained.sort(key=lambda corpus: (-corpus.weight, corpus.manifest.fingerprint("train")))
         return cls(tuple(trained), tuple(sets))
 
     def counts(self, number: int) -> list[int]:
         """Return how many of the first `number` rows are of each corpus."""
         remaining, weights, counts = number, sum(corpus.weight for corpus in self.trained), list[int]()
-        for corpus in self.trained:  # its part of what those before it leave, rounded
+        # Each corpus takes its rounded share of the rows that the previous ones leave, so the counts always add up.
+        for corpus in self.trained:
             counts.append((2 * remaining * corpus.weight + weights) // (2 * weights))
             remaining, weights = remaining - counts[-1], weights - corpus.weight
         return counts
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the corpus that a row is of, by its index, and the row's own number in it, through all its epochs."""
+        """Return the index of a row's corpus, and the row's number in that corpus, counted through all epochs."""
         previous = self.counts(number)
         corpus = next(at for at, count in enumerate(self.counts(number + 1)) if count > previous[at])
         return corpus, previous[corpus]
 
     def epochs(self, number: int, seq_len: int) -> dict[str, float]:
-        """Return the epochs of each corpus of several, by name, in the first `number` rows."""
+        """Return by name the epochs of each corpus in the first `number` rows; empty for a single corpus."""
         counts = zip(self.trained, self.counts(number), strict=True) if len(self.trained) > 1 else ()
         return {corpus.name: count / corpus.manifest.rows("train", seq_len) for corpus, count in counts}
 
@@ -138,10 +140,11 @@ class Corpora:
         return [corpus for corpus in self.all if corpus.evaluated]
 
     def mean(self, values: Mapping[str, float]) -> float:
-        """Return the mean of values of those evaluated, by the targets of training; of sets where no corpus is."""
+        """Return the mean of values weighted by training targets; of the sets if no corpus is evaluated."""
         weights = {corpus.name: corpus.targets for corpus in self.evaluated if corpus.weight}
         weights = weights or {corpus.name: Fraction(1) for corpus in self.evaluated}
-        total = sum(weights.values())  # of any size: a quotient is a float, a product need not be one
+        # Weights are integers of any size: only their quotients are sure to fit a float.
+        total = sum(weights.values())
         return sum(float(weight / total) * values[name] for name, weight in weights.items())
 
     @property
@@ -165,7 +168,7 @@ class Corpora:
         return hashlib.sha256(mixed.encode()).hexdigest() if len(prints) > 1 else prints[0]
 
     def check_seq_len(self, seq_len: int) -> None:
-        """Raise ``UserError`` where a split in use has no sequence so long, or rows of another length."""
+        """Raise ``UserError`` if a split in use is shorter than a sequence or has rows of another length."""
         for corpus in self.all:
             used = [("train", corpus.weight > 0), ("valid", corpus.evaluated or not corpus.weight)]
             with corpus.named():
@@ -184,12 +187,14 @@ def _error_context(setting: str) -> Iterator[None]:
 def _read(path: str, name: str, weight: int, setting: str) -> Corpus:
     with _error_context(setting):
         manifest = Manifest.load(path)
-        manifest.check_tokenizer()  # small, and the run's directory gets a copy
+        # Checked even without data.verify: it is small, and the run's directory gets a copy.
+        manifest.check_tokenizer()
     return Corpus(manifest, name, weight, setting)
 
 
 def _integer_weights(weights: Collection[float]) -> list[int]:
-    """Return the smallest whole numbers that are to each other as decimal weights, as typed, are."""
+    """Return the smallest integers with the same ratios as the weights."""
+    # repr is the decimal that the user typed; the binary float would give huge integers.
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     scaled = [int(weight * scale) for weight in exact]
@@ -197,7 +202,7 @@ def _integer_weights(weights: Collection[float]) -> list[int]:
 
 
 def _names(paths: Collection[str], setting: str) -> list[str]:
-    """Return the last parts of paths, as many as make them distinct; raise ``UserError`` for one given twice."""
+    """Return the shortest distinct suffixes of the paths; raise ``UserError`` for a duplicate path."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     for path, components in zip(paths, parts, strict=True):
         if parts.count(components) > 1:
@@ -209,7 +214,7 @@ def _names(paths: Collection[str], setting: str) -> list[str]:
 
 
 def _check_alike(corpus: Corpus, first: Manifest) -> None:
-    """Raise ``UserError`` where data has other tokens, or other rows, than the first directory."""
+    """Raise ``UserError`` if a corpus has another tokenizer or other rows than the first directory."""
     manifest, path = corpus.manifest, str(corpus.manifest.path)
     ours, theirs = ((m.tokenizer_sha256 or checksum(m.path / TOKENIZER), m.eot_id) for m in (manifest, first))
     if ours != theirs:

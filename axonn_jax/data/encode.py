@@ -26,9 +26,9 @@ def encode(
 
     Args:
         tokenizer: Of the library `tokenizers`; adds no token of its own.
-        documents: Each with its split.
+        documents: Pairs of split and document.
         begin: Token ids before each document.
-        end: The token id behind each document.
+        end: Token id after each document.
 
     Raises:
         One of ``read.UNREADABLE``: a document can no longer be read.
@@ -36,11 +36,13 @@ def encode(
     batch, characters = list[tuple[str, str]](), 0
     for split, document in documents:
         parts = document.parts()
+        # Short documents are batched; one of several parts would make a batch too large and is encoded on its own.
         first, second = next(parts, ""), next(parts, None)
         if second is None:
             batch.append((split, first))
             characters += len(first)
         if second is not None or characters >= _BATCH or len(batch) >= _BATCH_ENTRIES:
+            # Flush before a long document, so that the ids of a split stay in the order of its documents.
             yield from _short(tokenizer, batch, begin, end)
             batch, characters = [], 0
         if second is not None:
@@ -52,8 +54,8 @@ def encode(
 
 
 def _short(tokenizer: Any, batch: list[tuple[str, str]], begin: Sequence[int], end: int) -> Iterator[Encoded]:
-    """Yield the tokens of a batch of documents, once a split."""
-    # The "fast" form leaves out character offsets, which nobody here needs.
+    """Yield the tokens of a batch of documents, once per split."""
+    # The "fast" variant skips character offsets, which are not needed here.
     encoded = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
     for split in dict.fromkeys(split for split, _ in batch):
         members = [(text, tokens.ids) for (of, text), tokens in zip(batch, encoded, strict=True) if of == split]
@@ -63,7 +65,7 @@ def _short(tokenizer: Any, batch: list[tuple[str, str]], begin: Sequence[int], e
 
 @dataclass
 class _Piece:
-    """A piece of a long document, encoded with some of the text around it."""
+    """A piece of a long document, encoded with some of the surrounding text."""
 
     prefix: str
     text: str
@@ -71,17 +73,17 @@ class _Piece:
     ids: NDArray[np.uint32]
     """Tokens of all three."""
     seam: Any
-    """Encoding of the end of ``text`` with ``after``, which has each token's characters."""
+    """Encoding of the end of ``text`` with ``suffix``, including each token's character offsets."""
     first: int = 0
-    """Number of the piece's first token; earlier ones belong to the piece before."""
+    """Index of the piece's first token; earlier tokens belong to the previous piece."""
 
 
 def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Yield ``(bytes of text, token ids)`` of one long document.
 
-    Encoded alone, a piece differs at both ends: some tokenizers put a space before a text, and words and line ends are
-    cut. So each piece is encoded with text of its neighbours, and two pieces are joined where the tokens agree on both
-    sides of the seam. Pieces without agreement are encoded as one.
+    A piece encoded on its own differs at both ends: some tokenizers put a space before a text, and words and line ends
+    are cut. Each piece is therefore encoded with text of its neighbours, and two pieces are joined if their tokens
+    agree on both sides of the seam. Pieces that do not agree are encoded as one.
     """
     pending, context, pieces = None, "", _pieces(parts)
     following = next(pieces, None)
@@ -107,7 +109,7 @@ def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[n
 
 
 def _pieces(parts: Iterator[str]) -> Iterator[str]:
-    """Yield the parts; parts shorter than an overlap are joined to others."""
+    """Yield the parts, merging parts shorter than an overlap with their neighbours."""
     buffer = ""
     for part in parts:
         if min(len(buffer), len(part)) >= _OVERLAP:
@@ -119,7 +121,7 @@ def _pieces(parts: Iterator[str]) -> Iterator[str]:
 
 def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
     around = list(zip(begins, texts, ends, strict=True))
-    # The "fast" form leaves out each token's characters, which take as long as the tokens.
+    # Character offsets take as long as the tokens, so only the short seams are encoded with them.
     encodings = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
     seams = tokenizer.encode_batch([text[-_OVERLAP:] + end for _, text, end in around], add_special_tokens=False)
     for (prefix, text, suffix), encoding, seam in zip(around, encodings, seams, strict=True):
@@ -127,10 +129,10 @@ def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str
 
 
 def _join(previous: _Piece, following: _Piece) -> int | None:
-    """Return the token of ``left`` at which ``right`` takes over, from token ``first`` on; None without agreement.
+    """Return the token of ``previous`` at which ``following`` takes over, or None if their tokens do not agree.
 
-    Compared are tokens of ``left`` from half an overlap before the seam, and of ``right`` to half an overlap behind:
-    both away from the cut ends.
+    ``previous`` is compared from half an overlap before the seam, and ``following`` up to half an overlap after it, so
+    that both comparisons stay away from the cut ends. Sets ``following.first``.
     """
     ids = np.asarray(previous.seam.ids, np.uint32)
     low, cut, high = (

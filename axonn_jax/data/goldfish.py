@@ -62,8 +62,10 @@ def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArra
     ids = (token_ids(words) if packed else words).astype(np.uint64)
     targets = max(words.shape[1] - h, 0)
     key = np.zeros((len(words), targets), np.uint64)
+    # Polynomial of the h ids before each target, computed for all targets at once.
     for place in range(h):
         key = key * _FACTOR + ids[:, place : place + targets] + np.uint64(1)
+    # The low bits of the polynomial only depend on the low bits of the ids, so mix before taking the residue.
     for shift, factor in _MIX:
         key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
     dropped = np.zeros(words.shape, bool)

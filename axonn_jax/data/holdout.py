@@ -12,9 +12,9 @@ from axonn_jax.errors import UserError
 class Holdout:
     """Choice of the documents to hold out, by a hash of seed and text.
 
-    A document's split depends on no other document's, on no file and on no order, and copies of a text are in one
-    split. Both splits get at least one document: the one whose hash is nearest. Of a document with at least half of all
-    text, or four times the share, the last part is held out in place of the whole. Of a share of 0 nothing is held out.
+    A document's split does not depend on other documents, files or order, and copies of a text are in the same split.
+    Both splits get at least one document, the one with the nearest hash. If a document has at least half of all text,
+    or four times the share, only its last part is held out. With a share of 0 nothing is held out.
     """
 
     def __init__(self, share: float, seed: int):
@@ -23,7 +23,7 @@ class Holdout:
         self._characters = self._longest = 0
 
     def see(self, document: Document) -> None:
-        """Take a document into account; all are seen before the first is given a split."""
+        """Take a document into account; all documents must be seen before the first one gets a split."""
         place = document.place(self._seed)
         self._least, self._most = min(self._least, place), max(self._most, place)
         self._characters += document.characters
@@ -39,6 +39,7 @@ class Holdout:
             yield from (("train", document) for document in source.documents())
             return
         long, bound = min(4 * self._share, 0.5) * self._characters, int(self._share * 2**64)
+        # The minimum of one document per split only applies to undivided documents; a divided one is in both splits.
         if self._longest < long:
             if self.alike:
                 raise UserError("SOURCE", str(source.root), "documents that differ; all are the same")
@@ -53,26 +54,27 @@ class Holdout:
 
     @property
     def alike(self) -> bool:
-        """True if all documents seen are the same, so that none can be held out; of a share of 0, if there is none."""
+        """True if all seen documents are equal, so none can be held out; with a share of 0, if there are none."""
         return self._least >= self._most if self._share else self._most < 0
 
     def split_of(self, document: Document) -> str:
-        """Return the split of a document that is never divided, of documents that differ."""
+        """Return the split of a document that must not be divided; requires documents that differ."""
         return "valid" if document.place(self._seed) < self._bound else "train"
 
     @property
     def _bound(self) -> int:
-        """Least hash that is not held out, with whole documents in both splits."""
+        """Smallest hash that is not held out, such that both splits get an undivided document."""
         return min(max(int(self._share * 2**64), self._least + 1), self._most) if self._share else 0
 
 
 def _divide(document: Document, share: float) -> tuple[Document, Document]:
-    """Divide a document in two: at the start of its last share, or behind the next line end.
+    """Divide a document in two: at the start of its last share, or after the next line end.
 
-    Neither half is empty. Both have the digest of the document.
+    Neither half is empty. Both keep the document's digest.
     """
     at = min(max(round(document.characters * (1 - share)), 1), document.characters - 1)
 
+    # Both halves are streamed from the document's parts, so that a long document never has to fit in memory.
     def halves() -> Iterator[tuple[str, str]]:
         done, behind = 0, False
         for part in document.parts():

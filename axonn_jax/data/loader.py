@@ -18,7 +18,8 @@ from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
 from axonn_jax.errors import UserError, integer, nearest, typed_arguments
 
-_OPEN_SHARDS = 128  # of a reader, all its corpora together: each has a descriptor, and a process may have 1024
+# Per reader, over all of its corpora: every open shard takes a file descriptor, and a process may only have 1024.
+_OPEN_SHARDS = 128
 
 
 class TokenSamples:
@@ -68,10 +69,11 @@ class TokenSamples:
         return sample
 
     def _part(self, shard: Shard, offset: int, most: int) -> NDArray[Any]:
-        """Read words of a shard: not from a mapped file, as one cut off under a run would end the process (SIGBUS)."""
+        """Read words of a shard."""
+        # Not from a memory map: a file truncated during a run would kill the process with SIGBUS.
         path, size = self.manifest.path, self.manifest.storage.itemsize
         try:
-            # Held while it is read: of two threads that open a shard at once the cache keeps only one's file.
+            # Keep a reference while reading: if two threads open a shard at once, the cache keeps one file.
             file = self._open(path / shard.name)
             raw, now = os.pread(file.number, most * size, offset * size), os.fstat(file.number)
         except OSError as error:
@@ -85,7 +87,7 @@ class TokenSamples:
 
 
 class _OpenShard:
-    """Open file, closed when nobody has it any more."""
+    """Open file that is closed when the last reference goes away."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -93,13 +95,14 @@ class _OpenShard:
 
 
 def _open_shards() -> Any:
-    """Return a cache of open shards: not a method's, which keeps files open until the garbage collector comes by."""
+    """Return a cache of open shards."""
+    # Not an lru_cache on a method: its reference cycle would keep files open until the garbage collector runs.
     return lru_cache(maxsize=_OPEN_SHARDS)(_OpenShard)
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # grain prints its source in debugging output
 class _Batches:
-    """Endless row of batches, as the random-access source for grain; any thread may read."""
+    """Endless sequence of batches as grain's random-access source; any thread may read."""
 
     data: Corpora
     samples: tuple[TokenSamples, ...]
@@ -144,8 +147,8 @@ class _Batches:
 
 @lru_cache(maxsize=64)
 def _epoch_key(seed: int, epoch: int, corpus: int) -> int:
-    # Not grain's own seed + epoch: that makes epoch 1 of seed 0 the same as epoch 0 of seed 1. Nor the same one for
-    # every corpus: two of the same length, as translations are, would meet sample by sample.
+    # Not grain's seed + epoch, which makes epoch 1 of seed 0 equal to epoch 0 of seed 1. Nor the same key for every
+    # corpus: two corpora of the same length, such as translations, would be drawn sample by sample in parallel.
     key = (epoch, corpus) if corpus else (epoch,)
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1)[0])
 
@@ -206,7 +209,7 @@ class Loader:
         self._samples = tuple(samples_of(corpus.manifest) for corpus in path.trained)
         most = max(map(len, self._samples))
         if shuffle and most > 2**32:
-            # index_shuffle takes larger ones, and silently counts in 32 bits.
+            # index_shuffle accepts larger numbers but silently computes in 32 bits.
             raise UserError("model.seq_len", seq_len, f"longer sequences: {most} samples, at most 2**32")
         self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
         dropped.check()
@@ -248,13 +251,16 @@ class Loader:
 
     def __next__(self) -> NDArray[np.int32]:
         if not self._ahead:
-            self._fault = ""  # met again, and raised
+            self._fault = ""  # read again, so that the fault is raised
             self.ahead(1)
         self._batches_read += 1
         return self._ahead.popleft()
 
     def ahead(self, batches: int) -> str:
-        """Read so many batches before they are taken; return the fault behind them, or ""; without one raise it."""
+        """Read batches ahead.
+
+        Returns the error behind the batches read, or ""; raises it if no batch could be read before it.
+        """
         try:
             while len(self._ahead) < batches and not self._fault:
                 if self._iterator is None:
@@ -286,7 +292,7 @@ class Loader:
             self._iterator = None
 
     def _start_reading(self) -> Any:
-        import grain  # takes a second, so only who reads data pays it
+        import grain  # takes a second to import, which only readers of data should pay
 
         options = grain.ReadOptions(num_threads=min(self._prefetch, 1), prefetch_buffer_size=self._prefetch)
         iterator = iter(grain.MapDataset.source(self._batches).to_iter_dataset(options))

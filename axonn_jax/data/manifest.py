@@ -37,13 +37,13 @@ class Shard:
     name: str
     tokens: int
     documents: int
-    """Number of documents ending in this shard."""
+    """Number of documents that end in this shard."""
     sha256: str
 
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of a split's text, and the shards, which in order are the token stream."""
+    """Counts of a split's text, and its shards, which form the token stream in order."""
 
     bytes: int
     tokens: int
@@ -57,7 +57,7 @@ class Split:
 
     @property
     def fill(self) -> float:
-        """Share of the tokens that are documents'."""
+        """Share of the tokens that are not padding."""
         return 1 - (self.padding or 0) / max(self.tokens, 1)
 
     @property
@@ -107,11 +107,11 @@ class Manifest:
 
     @property
     def used(self) -> int:
-        """Rows of the smallest table with all ids of the data, or else of the tokenizer."""
+        """Rows of the smallest embedding table for the data's ids, or for the tokenizer's if those are unknown."""
         return max(self.vocab if split.largest is None else split.largest + 1 for split in self.splits.values())
 
     def rows(self, split: str, seq_len: int) -> int:
-        """Return the number of rows, of `seq_len` tokens and the one behind, in an epoch of a split."""
+        """Return the number of rows of `seq_len` + 1 tokens in an epoch of a split."""
         tokens = self.splits[split].tokens
         return tokens // self.row if self.packed else (tokens - 1) // seq_len
 
@@ -145,8 +145,8 @@ class Manifest:
     def load(cls, path: str | Path) -> "Manifest":
         """Read the manifest of a prepared directory and check every shard's size.
 
-        Nothing outside of it is read. Raises ``UserError`` where directory, manifest, tokenizer or a shard is
-        missing, damaged or of another size.
+        Nothing outside of it is read. Raises ``UserError`` if the directory, the manifest, the tokenizer or a shard
+        is missing, damaged or of another size.
         """
         path = Path(path)
         try:
@@ -177,7 +177,7 @@ class Manifest:
         return manifest
 
     def _check_fields(self) -> None:
-        """Raise ``ValueError`` for values never written by `prepare`."""
+        """Raise ``ValueError`` for values that `prepare` never writes."""
         if not 1 <= self.vocab <= MAX_VOCAB:
             raise ValueError(f"vocab = {self.vocab}, not 1 to {MAX_VOCAB}")
         if self.dtype not in _DTYPES:
@@ -213,7 +213,7 @@ class Manifest:
             status = (self.path / name).lstat()
         except OSError as error:
             raise _bad(self.path, f"{label} is missing ({error.strerror}); {RERUN}") from None
-        # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
+        # An untrusted manifest must not make us read other files, nor wait for a pipe.
         if not stat.S_ISREG(status.st_mode):
             raise _bad(self.path, f"{label} is not a regular file; a copy would be; {RERUN}")
         return status.st_size, status.st_mtime_ns
@@ -227,7 +227,7 @@ class Manifest:
             UserError: a file is corrupt or not readable, or has a token outside of the vocabulary.
         """
         rank, size = share
-        if rank == size - 1:  # which may have a shard less
+        if rank == size - 1:  # the last rank, which may have one shard less
             self.check_tokenizer()
         for shard in self._shards(splits)[rank::size]:
             self._check(f"shard {shard.name}", shard.name, shard.sha256)
@@ -243,7 +243,7 @@ class Manifest:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {RERUN}") from None
 
     def check_seq_len(self, seq_len: int, splits: Iterable[str]) -> None:
-        """Raise ``UserError`` where a split has no sequence with the token behind it, or rows of another length."""
+        """Raise ``UserError`` if a split is shorter than `seq_len` + 1 tokens or has rows of another length."""
         if self.packed and seq_len != self.row - 1:
             accepted = f"{self.row - 1}, the length of the rows in {str(self.path)!r} (`prepare --seq-len`)"
             raise UserError("model.seq_len", seq_len, accepted)
@@ -255,7 +255,7 @@ class Manifest:
                 raise UserError("model.seq_len", seq_len, f"at most {max(tokens - 1, 0)}: {has}")
 
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
-        """Raise ``UserError`` where ids, or rows' words, read from a shard are beyond those of the manifest."""
+        """Raise ``UserError`` if ids, or words of rows, read from a shard are above those of the manifest."""
         if self.packed:
             from axonn_jax.models.packed import token_ids  # imports jax, which a stream's readers do not need
 

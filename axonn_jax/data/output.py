@@ -31,17 +31,19 @@ class OutputKind:
 
 @contextlib.contextmanager
 def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False) -> Iterator[Path]:
-    """Give a directory to write in, renamed to ``out`` at the end, or removed on any failure.
+    """Yield a directory to write in, which is renamed to ``out`` at the end or removed on any failure.
 
-    If ``out`` has been taken meanwhile, the new files stay beside ``out``, and the error names the place.
+    If something else has appeared at ``out`` meanwhile, the new files stay next to ``out``, and the error names them.
 
     Raises:
         UserError: ``out`` holds something else or cannot be written, another process writes it, or the disk is full.
     """
     try:
+        # Check before the work and again under the lock: the first check fails early, the second one is reliable.
         _check(source, out, force, kind)
         with made(out.parent), held(out.parent / f".{out.name}.lock") as locked:
-            if locked:  # else a directory that looks left over may be a live prepare's
+            # Without the lock a directory that looks abandoned may belong to a live process.
+            if locked:
                 _sweep(out, kind)
             _check(source, out, force, kind)
             partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
@@ -108,7 +110,7 @@ def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind
 
 
 def _sweep(out: Path, kind: OutputKind) -> None:
-    """Clear up after killed processes: the caller holds the lock, so all of these are dead."""
+    """Clean up after killed processes; the caller holds the lock, so no other writer is alive."""
     abandoned = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
     for name in sorted(os.listdir(out.parent)):
         folder = out.parent / name
@@ -121,11 +123,11 @@ def _sweep(out: Path, kind: OutputKind) -> None:
             _retire(folder, out, kind)
         else:
             with contextlib.suppress(OSError):
-                folder.rename(out)  # the earlier one: its successor never came
+                folder.rename(out)  # restore the replaced directory, whose successor was never finished
 
 
 def _retire(old: Path, out: Path, kind: OutputKind) -> None:
-    """Remove the former ``out``; files put there by somebody meanwhile move to ``out``."""
+    """Remove the former ``out``; files that somebody else has put there meanwhile move to the new ``out``."""
     for name in os.listdir(old):
         if not (kind.ours.fullmatch(name) or os.path.lexists(out / name)):
             (old / name).rename(out / name)
@@ -133,7 +135,7 @@ def _retire(old: Path, out: Path, kind: OutputKind) -> None:
 
 
 def _remove(folder: Path, kind: OutputKind) -> None:
-    """Remove a directory of ours, whole or not, but no foreign files in it."""
+    """Remove a directory of this command, complete or not, but keep foreign files in it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             path = folder / name

@@ -68,10 +68,10 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     report: Report = silent,
 ) -> tuple[Manifest, Source]:
-    """Write the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
+    """Write the prepared directory ``out`` from the documents of ``source``, atomically.
 
-    A tokenizer of ``vocab`` entries is trained, or an existing one taken (`tokenize.load_given`). `source.scan`
-    describes the files read.
+    A tokenizer of ``vocab`` entries is trained, or an existing one is used (`tokenize.load_given`). `source.scan`
+    describes which files are read.
 
     Raises:
         UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of this size,
@@ -97,7 +97,7 @@ def prepare(
         patterns = {"include": selection.include, "exclude": exclude}
         texts = scan(selection.source, out, **patterns, text_field=field, see=splitter.see, report=report)
         if selection.facts:
-            texts.not_included.clear()  # what else of the data set is in the cache
+            texts.not_included.clear()  # other files of the data set's cache, which the user did not name
         if tokenizer_parts is None:
             assert vocab is not None
             trained = tokenize.train(_training(texts, splitter, report), vocab)
@@ -105,6 +105,7 @@ def prepare(
             tokenizer_parts = trained, tokenize.naming_end(trained_files, trained, tokenize.EOT_ID), tokenize.EOT_ID
         encoder, files, end = tokenizer_parts
         if vocab is None:
+            # Not the vocabulary's length: published tokenizers may skip numbers.
             vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
         with ExitStack() as stack:
@@ -141,19 +142,20 @@ def check_numbers(holdout: float, seed: int, shard_tokens: int) -> None:
 
 
 def described(folder: Path, files: Mapping[str, bytes], *, skipped: Mapping[str, int], **facts: Any) -> Manifest:
-    """Write the tokenizer's files and the manifest of such facts, with the versions of the libraries that write it."""
+    """Write the tokenizer's files, and the manifest with `facts` and the versions of the libraries."""
     tools = {"axonn_jax": __version__, "tokenizers": tokenizers.__version__, "numpy": np.__version__}
     tools["python"] = platform.python_version()
     for name, raw in files.items():
         _put(folder / name, raw)
     digest = checksum(folder / TOKENIZER)
     manifest = Manifest(**facts, skipped=dict(sorted(skipped.items())), tools=tools, tokenizer_sha256=digest)
+    # The manifest is written last: a directory without it is not a prepared one.
     _put(folder / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     return manifest
 
 
 class ShardWriter:
-    """Writer of a split's tokens to files of at most ``limit``; counts the targets by id."""
+    """Writer of a split's tokens to shards of at most ``limit`` tokens; counts the targets by id."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
         self.split = split
@@ -173,7 +175,7 @@ class ShardWriter:
     def add(
         self, ids: NDArray[np.uint32], targets: NDArray[np.uint32] | None = None, documents: int | None = None
     ) -> None:
-        """Append tokens, in further files when one is full; or the words of a row, given `targets` and `documents`."""
+        """Append tokens, starting a new shard when one is full; words of a row need `targets` and `documents`."""
         self.counts += np.bincount(ids if targets is None else targets, minlength=len(self.counts))
         while len(ids):
             if self._file is None:
@@ -193,12 +195,13 @@ class ShardWriter:
                 self._finish(self._file)
 
     def close(self) -> tuple[Shard, ...]:
-        """End the last file and return all files."""
+        """Finish the last shard and return all shards."""
         if self._file is not None:
             self._finish(self._file)
         return tuple(self._done)
 
     def _finish(self, file: BinaryIO) -> None:
+        # The rename of the directory must not reach the disk before the data does.
         file.flush()
         os.fsync(file.fileno())
         file.close()
@@ -214,7 +217,7 @@ def _ids_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _put(path: Path, raw: bytes) -> None:
-    """Write a file, perhaps in a folder, and wait until it is on the disk."""
+    """Write a file, creating its folder, and wait until it is on disk."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(raw)
     flush(path)
@@ -228,7 +231,7 @@ def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
 
 
 def _steady(stream: Iterator[T], source: Source) -> Iterator[T]:
-    """Make a ``UserError`` of a failure to read a file readable before."""
+    """Convert a failure to read a file that was readable before into a ``UserError``."""
     try:
         yield from stream
     except UserError:
@@ -242,7 +245,7 @@ def _changed(source: Source, why: str) -> UserError:
 
 
 def _training(source: Source, splitter: Holdout, report: Report) -> Iterator[str]:
-    """Yield the text to learn a vocabulary from."""
+    """Yield the training split's text, from which the vocabulary is learned."""
     done, total = 0, source.size
     documents = (document for split, document in splitter.divided(source) if split == "train")
     for text in _steady((part for document in documents for part in document.parts()), source):
@@ -267,6 +270,7 @@ def _encode(
         writers[split].add(ids)
         sizes[split] += size
         report("encoding", sizes.total(), total)
+    # The source was scanned before, so another size means that a file has changed in between.
     if sizes.total() != total:
         raise _changed(source, f"{total:,} bytes of text before, {sizes.total():,} now")
     shards = {name: writer.close() for name, writer in writers.items()}

@@ -16,7 +16,7 @@ MOST_BYTES = 256 << 20
 
 
 def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dict[int, dict[str, Any]]:
-    """Return the objects of a file by line; in a `chat` they may have messages.
+    """Return the objects of a file by line number; for a `chat` they may have messages.
 
     Raises ``UserError`` on `field`, the file's name in errors, for the first unusable line.
     """
@@ -42,7 +42,8 @@ def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int
     """
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
+    # Python represents bytes of a command line that are not UTF-8 by surrogates, which a tokenizer cannot encode.
+    except UnicodeEncodeError:
         raise UserError("--prompt", prompt, "a text in UTF-8") from None
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
     if not ids and has_our_settings(tokenizer):
@@ -82,12 +83,13 @@ class FixedPrompt(NamedTuple):
 
 
 def fixed_prompts(path: Path, tokenizer: Any, shape: ModelShape, field: str) -> list[FixedPrompt]:
-    """Return the prompts of a file: `.jsonl`, or of any other name a text a line; raise ``UserError`` for `field`."""
+    """Return the prompts of a `.jsonl` file, or of another file with one text per line; errors name `field`."""
     with refused(field, path, "a file of prompts, .jsonl or one a line"):
         raw = read_bytes(path, MOST_BYTES).removeprefix(BOM_UTF8)
     if path.suffix == ".jsonl":
         lines = objects_of(raw, path, field)
-    else:  # bytes that are no text become Python's stand-ins, which no prompt may have
+    else:
+        # Bytes that are not UTF-8 become surrogates, which `prompt_ids` rejects with the line in the message.
         lines = {number: {"prompt": line.decode(errors="surrogateescape")} for number, line in _filled(raw)}
     prompts = []
     for number, line in lines.items():

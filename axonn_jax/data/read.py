@@ -17,7 +17,7 @@ _TABLE = ".parquet"
 _RECORDS = (".jsonl", ".ndjson", _TABLE)
 _COMPRESSED = (".gz", ".zst")
 _PART = 1 << 20
-_ROWS = 1024  # of a table, read at once
+_ROWS = 1024  # rows of a table that are read at once
 LONGEST = 1 << 28  # bytes of a line
 
 
@@ -37,10 +37,10 @@ class Document:
     """SHA-256 of the text in UTF-8."""
     characters: int
     parts: Callable[[], Iterator[str]]
-    """Read the text anew, in parts as `parts_of` cuts them."""
+    """Read the text again, in the parts of `parts_of`."""
 
     def place(self, seed: bytes) -> int:
-        """Return a number of 64 bits by a hash of seed and text."""
+        """Return a 64-bit hash of seed and text."""
         return int.from_bytes(hashlib.sha256(seed + self.digest).digest()[:8], "big")
 
     @classmethod
@@ -66,6 +66,7 @@ def text_parts(path: Path) -> Iterator[str]:
     Raises one of ``UNREADABLE``: ``UnicodeDecodeError`` where the file is not UTF-8.
     """
     with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+        # A NUL byte is valid UTF-8, so decoding alone does not recognize binary files.
         for part in parts_of(file):
             if "\0" in part:
                 raise BinaryFile(path)
@@ -73,7 +74,7 @@ def text_parts(path: Path) -> Iterator[str]:
 
 
 def parts_of(file: TextIO) -> Iterator[str]:
-    """Yield a text in parts of about a million characters, cut behind a line end where there is one."""
+    """Yield a text in parts of about a million characters, cut after a line end if there is one."""
     tail, text = "", file.read(_PART)
     while text:
         following = file.read(_PART)
@@ -84,7 +85,7 @@ def parts_of(file: TextIO) -> Iterator[str]:
 
 
 def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """Yield the text of each record and "", or "" and why the record has none.
+    """Yield (text, "") for each usable record and ("", reason) for each other one.
 
     A damaged file, or one out of reach, ends with an "unreadable" record.
     """
@@ -150,6 +151,7 @@ def open_binary(path: Path) -> Iterator[Iterator[bytes]]:
 
 
 def _bounded(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[bytes]:
+    # Bounded reads: a file without line ends, or a decompression bomb, must not fill the memory.
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
             raise UserError("SOURCE", f"{path}, line {number}", f"lines of at most {LONGEST:,} bytes")

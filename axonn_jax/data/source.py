@@ -115,6 +115,7 @@ def scan(
         source = Source(Path(os.path.commonpath([file.parent for file in paths])), text_field)
         below = (file.relative_to(source.root).as_posix() for file in paths)
         names = _included(source, (name for name in below if not _matches(name, exclude)), include or ("*",))
+    # Everything is read once before training a tokenizer, so that errors show early and the split is known.
     done = 0
     for name in names:
         contents = _read(source, name, see)
@@ -158,6 +159,7 @@ def _walk(source: Source, exclude: Sequence[str], out: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(root, onerror=unreadable):
         directory = Path(folder)
         prefix = "" if directory == root else directory.relative_to(root).as_posix() + "/"
+        # os.walk descends into the folders that stay in this list; sorting makes the order of documents reproducible.
         folders[:] = sorted(
             name
             for name in folders
@@ -171,14 +173,14 @@ def _walk(source: Source, exclude: Sequence[str], out: Path) -> Iterator[str]:
 
 
 def _without_links(source: Source, names: Iterator[str]) -> Iterator[str]:
-    """Yield the names of files that are no links, and of the Hugging Face cache's links to files not read yet."""
+    """Yield the names of regular files, and of the Hugging Face cache's links to files that were not read yet."""
     targets = set[Path]()
     for name in names:
         path = source.root / name
         if path.is_symlink():
             target = path.resolve()
             owners = [folder.parent for folder in path.parents if folder.name == "snapshots"]
-            # The cache's links lead from there to the blobs of a data set, or to those that all of the cache share.
+            # The cache's links point to the blobs of a data set, or to the blobs shared by the whole cache.
             blobs = [place / "blobs" for owner in owners for place in (owner, owner.parent)]
             cached = any(target.is_relative_to(folder) for folder in blobs) and target.is_file()
             if target in targets or not cached:
@@ -205,7 +207,8 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 def _read(source: Source, name: str, see: Callable[[Document], None]) -> Contents:
     """Count the documents of a file; none in an unusable file."""
     path = source.root / name
-    if not path.is_file():  # a pipe would block, a device never end
+    # A pipe would block, and reading a device might never end.
+    if not path.is_file():
         source.skip("unreadable", name)
         return Contents()
     if not holds_records(path):

@@ -1,4 +1,4 @@
-"""Tokenizers: training of byte-level BPE, use of existing ones, and end and begin tokens of a text."""
+"""Tokenizers: training of byte-level BPE, loading of existing ones, and begin and end tokens of a text."""
 
 import contextlib
 import json
@@ -31,17 +31,17 @@ EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _INSPECTED = ("added_tokens", "decoder", "pre_tokenizer")
-"""Keys of a file that are looked at here; all else, most of its memory, is freed before the library reads its text."""
+"""Keys of a file that are inspected here; the others, most of its memory, are freed before the library parses it."""
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
 
 def train(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE of exactly ``vocab`` entries, of which entry 0 is the end-of-text token.
+    """Train a byte-level BPE of exactly ``vocab`` entries; entry 0 is the end-of-text token.
 
-    Only merges occurring at least twice are learned: one seen once says nothing about other text.
+    Only merges that occur at least twice are learned, because one seen once says nothing about other text.
 
     Raises:
-        UserError: ``vocab`` is out of range, or the text has too few repeated strings for so many entries.
+        UserError: ``vocab`` is out of range, or the text has too few repeated strings for that many entries.
     """
     check_vocab(vocab)
     tokenizer = _byte_level(models.BPE())
@@ -66,13 +66,13 @@ def check_vocab(vocab: int) -> None:
 
 
 def load(file: str | Path, field: str = "data.path") -> Any:
-    """Read a ``tokenizer.json``, with all of its settings but truncation and padding.
+    """Read a ``tokenizer.json`` with all of its settings except truncation and padding.
 
-    Added and special tokens are also those that the files beside it name, as transformers reads them.
+    Like transformers, it also reads added and special tokens from the neighbouring files.
 
     Raises:
-        UserError: the file is missing or is no tokenizer, or the files contradict each other; ``field`` is the name in
-            the message.
+        UserError: The file is missing or not a tokenizer, or the files contradict each other; the message names
+            ``field``.
     """
     file = Path(file)
     try:
@@ -89,7 +89,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
 
 
 def has_our_settings(tokenizer: Any) -> bool:
-    """Return True if all settings of a tokenizer are those of ``train``; vocabulary and merges may differ."""
+    """Return True if a tokenizer has the settings of ``train``; vocabulary and merges may differ."""
     if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
         return False
     plain = _byte_level(models.BPE())
@@ -100,7 +100,7 @@ def has_our_settings(tokenizer: Any) -> bool:
 
 
 def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Return the tokenizer of a file's text, with its parts of `_KEPT`, and of the files beside it.
+    """Return the tokenizer of a file's text, its `_INSPECTED` keys and the settings in neighbouring files.
 
     Raises ``ValueError``.
     """
@@ -123,7 +123,7 @@ def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> An
 
 
 def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Put spaces before texts as transformers does for Llama's classes, which ignore tokenizer.json in that."""
+    """Prepend spaces as transformers does for Llama's classes, which ignore tokenizer.json in this respect."""
     declared = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
     if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in declared:
         scheme = "first" if settings["tokenizer_class"].startswith("Code") or not settings.get("legacy") else "always"
@@ -136,9 +136,9 @@ def _of_llama(settings: Mapping[str, Any]) -> bool:
 
 
 def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Add the tokens of the settings, in the order and with the flags of transformers.
+    """Add the tokens of the settings in the order and with the flags of transformers.
 
-    Raises ``ValueError`` for a token with two numbers, or with one that the library does not give it.
+    Raises ``ValueError`` for a token with two ids, or with an id that the library does not assign to it.
     """
     listed = {int(number): _token(entry) for number, entry in settings.get("added_tokens_decoder", {}).items()}
     numbered = [(entry["id"], entry["content"], TOKENIZER) for entry in raw.get("added_tokens") or []]
@@ -163,7 +163,7 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
 
 
 def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None:
-    added = tokenizer.get_added_tokens_decoder()  # in which a text is as it was before a normalizer
+    added = tokenizer.get_added_tokens_decoder()  # its texts are not normalized, unlike those of id_to_token
     for number, text, name in numbered:
         current = added[number].content if number in added else tokenizer.id_to_token(number)
         if current not in (None, text):
@@ -173,7 +173,7 @@ def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None
 
 
 def _token(entry: Any) -> AddedToken:
-    """Return the added token of a file's object, or text, which is special."""
+    """Return the added token of a file's entry; a string is a special token."""
     fields: dict[str, Any] = {"content": entry, "special": True} if isinstance(entry, str) else entry
     return AddedToken(fields["content"], **{key: fields[key] for key in _FLAGS if key in fields})
 
@@ -238,21 +238,21 @@ def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
 def check_files(folder: Path, field: str) -> None:
     """Raise ``UserError`` where the tokenizer of a model's directory, or a file that names its end, is damaged.
 
-    Files that are carried byte for byte are read before: else generation would find the damage, behind the training.
+    The files are copied byte for byte, so without this check only generation, after the training, would find damage.
     """
     tokenizer = load(folder / TOKENIZER, field) if os.path.lexists(folder / TOKENIZER) else None
     ends_of(folder, tokenizer, field)
 
 
 def begin_of(tokenizer: Any) -> list[int]:
-    """Return the ids put before a text by a tokenizer's post-processor, often one or none."""
+    """Return the ids that a tokenizer's post-processor puts before a text, often one or none."""
     ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     added = len(ids) - len(text)
     return next((ids[:at] for at in range(added + 1) if ids[at : at + len(text)] == text), [])
 
 
 def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str, bytes]:
-    """A tokenizer's files by name, of which tokenizer_config.json says which token ends a document."""
+    """Return a tokenizer's files by name, with a tokenizer_config.json that names the end token of documents."""
     token, settings = tokenizer.id_to_token(end), None
     with contextlib.suppress(ValueError):
         settings = parse_json(files.get(SETTINGS, b""))
@@ -278,7 +278,7 @@ def files_of(prepared: Path) -> dict[str, bytes]:
 
 
 def alike(base: Path, prepared: Path, field: str) -> bool:
-    """Return True if data has the tokenizer of a model's directory, or that has none; compares file and tokens."""
+    """Return True if data has the tokenizer of a model's directory, or the directory has none."""
     raw, ours = (dict(small_files(folder, field, OF_TOKENIZER)).get(TOKENIZER) for folder in (base, prepared))
     with contextlib.suppress(UserError):  # training needs none
         return raw is None or (raw == ours and _tokens(base) == _tokens(prepared))

@@ -37,7 +37,7 @@ def module_of(model: Any) -> nnx.Module:
     Raises:
         UserError: It is not a Flax NNX module.
     """
-    # Inside jax.jit the model would be made of tracers, and the plan could not run Python code on its sizes.
+    # Under a trace even a new constant is a tracer, which reveals a call inside jax.jit.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise UserError("ax.plan", "a call inside jax.jit", "a call outside of it")
     accepted = "a flax.nnx.Module, or a function that makes one; Linen models are not planned"

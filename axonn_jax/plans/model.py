@@ -181,7 +181,6 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
         return value_of(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.shapes))
 
     split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
-    # Annotated as Any because the types of nnx.split depend on the number of filters.
     pieces: Any = nnx.split(split, trained, ...)
     graph, params, non_params = pieces
     half = precisions(machine.half).compute

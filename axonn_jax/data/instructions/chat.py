@@ -1,4 +1,4 @@
-"""Chat template: a program in jinja of a model's makers, run in a sandbox, that makes a text of messages."""
+"""Chat template: the jinja program of a model's authors, run in a sandbox, that renders messages as text."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, template_
 
 FILE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of the templates that transformers takes where a model has several; others, as `rag`, on request alone."""
+"""Names of the templates that transformers selects by default if a model has several; others, like `rag`, are ignored."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first two."""
 _MOST = 16 << 20
@@ -24,11 +24,11 @@ _ACCEPTED = "a model whose tokenizer has a chat template"
 
 
 class ChatTemplate:
-    """The template of a source text, with the texts of special tokens by name, such as `bos_token`.
+    """Template with the texts of special tokens by name, such as `bos_token`.
 
-    Of several sources by name, conversations with tools take `tool_use`, if there is one, all others `default`.
+    If there are several named sources, conversations with tools use `tool_use`, if it exists, and all others `default`.
 
-    Raises ``UserError``, which calls it `field` = `value`, for a text that is no template, or without jinja2.
+    Raises ``UserError`` for `field` = `value` if the text is not a template, or jinja2 is not installed.
     """
 
     def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], field: str, value: object):
@@ -43,14 +43,14 @@ class ChatTemplate:
         try:
             for name, text in sources.items():
                 spans = _Spans()
-                with _bounded_memory():  # constants are computed here
+                with _bounded_memory():  # compilation evaluates constant expressions, which can be huge
                     self._programs[name] = _environment(spans).from_string(text), spans
         except (TemplateError, RecursionError, MemoryError) as error:
             raise UserError(field, value, f"a template in jinja; {_line(error)}") from None
 
     @classmethod
     def of(cls, directory: Path, field: str, value: object) -> "ChatTemplate":
-        """Read the templates of a directory's tokenizer; raise ``UserError`` where there is none to take."""
+        """Read the templates of a directory's tokenizer; raise ``UserError`` if there is none to use."""
         try:
             sources = _sources(directory)
         except (OSError, ValueError) as error:
@@ -62,14 +62,15 @@ class ChatTemplate:
 
     @classmethod
     def exists(cls, directory: Path) -> bool:
-        """Return True if a directory's tokenizer has a template; one that cannot be read counts, for `of` to name."""
+        """Return True if a directory's tokenizer has a template."""
+        # An unreadable template counts, so that `of` reports it instead of a silent default.
         try:
             return any(_sources(directory).get(name) for name in (DEFAULT, WITH_TOOLS))
         except (OSError, ValueError):
             return True
 
     def takes(self, key: str) -> bool:
-        """True if a template has the key's name, or another one that the key's value gets (`_plain`)."""
+        """Return True if a template reads the key, or an alias of it (`_plain`)."""
         names = {key, *_REASONING[:2]} if key in _REASONING else {key}
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
 
@@ -86,7 +87,7 @@ class ChatTemplate:
         return self._programs[name]
 
     def text(self, messages: Any, tools: Any = None, *, answers: bool = True) -> str:
-        """Return the text of a conversation, by itself up to where the model answers."""
+        """Return the text of a conversation, by default up to where the model answers."""
         return self.spans(messages, tools, answers=answers)[0]
 
     def spans(self, messages: Any, tools: Any = None, *, answers: bool = False) -> tuple[str, list[tuple[int, int]]]:
@@ -112,20 +113,21 @@ class ChatTemplate:
             with _bounded_memory():
                 for piece in template.generate(**variables, add_generation_prompt=answers):
                     pieces.append(piece)
-        except Exception as error:  # any exception of the template, a program of the model's makers
+        except Exception as error:  # the template is an arbitrary program and may raise anything
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
         return "".join(pieces), spans.marked
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers hands it on: without nulls, which would be written as None; with aliases."""
+    """Return a message as transformers passes it to templates: without nulls, and with aliases of its reasoning."""
+    # A null would be rendered as the text "None".
     fields = {key: value for key, value in message.items() if value is not None}
     thought = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
 
 
 def _sources(directory: Path) -> dict[str, str]:
-    """Return the templates of a directory by name; those in files stand in the place of all in the settings."""
+    """Return the templates of a directory by name; template files take precedence over the settings."""
     root = root_of(directory)
     files = {DEFAULT: FILE} if (directory / FILE).exists() else {}
     files |= {Path(name).name.removesuffix(".jinja"): name for name in template_names(directory)}
@@ -142,19 +144,19 @@ def _sources(directory: Path) -> dict[str, str]:
 
 
 class _Spans:
-    """Characters between the tags of answers, in the text that a template is writing."""
+    """Character ranges between the tags of answers, in the text that a template is rendering."""
 
     def __init__(self) -> None:
         self.tagged = False
         self.begin()
 
     def begin(self) -> list[str]:
-        """Begin a text; return the list of its pieces, to be filled."""
+        """Begin a text; return the list to which its pieces are appended."""
         self._pieces, self.marked = list[str](), list[tuple[int, int]]()
         return self._pieces
 
     def mark(self, text: str) -> None:
-        """Mark a text that is written next."""
+        """Mark the text that is written next."""
         first = sum(map(len, self._pieces))
         self.marked.append((first, first + len(text)))
 
@@ -177,11 +179,11 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Bound the growth of the process: a template of a few characters can ask for more memory than there is."""
+    """Bound the growth of the process, because a template of a few characters can allocate all memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    except FileNotFoundError:  # not Linux
+    except FileNotFoundError:  # /proc only exists on Linux
         yield
         return
     resource.setrlimit(resource.RLIMIT_AS, (size + _GROWTH if soft < 0 else min(soft, size + _GROWTH), hard))
@@ -215,7 +217,7 @@ def _environment(spans: _Spans) -> Any:
             return text
 
     class Names(Namespace):
-        """Namespace without a way to the interpreter's own attributes."""
+        """Namespace that gives no access to the interpreter's attributes."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):

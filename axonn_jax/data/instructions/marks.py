@@ -1,4 +1,4 @@
-"""Tokens of documents with marks: the tokens of answers, exact by the characters that each token is of."""
+"""Tokens of documents with the answers' tokens marked, exact by each token's character offsets."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -26,21 +26,22 @@ def encoded(
     end: int,
     unmarked: dict[str, UserError],
 ) -> Iterator[tuple[str, MarkedTokens, MixedRow]]:
-    """Yield rows of a mix with their splits and tokens, which are marked where they count.
+    """Yield rows of a mix with their splits and marked tokens.
 
-    `unmarked` gets the lines of conversations in which answers cannot be told apart, which are left out. `marked` has
-    the other arguments.
+    Conversations whose answers cannot be located are left out, and their lines are added to `unmarked`. The remaining
+    arguments are those of `marked`.
     """
     answers = loss == "response"
 
     def expressed() -> Iterator[tuple[str, MixedRow, list[Passage] | MarkedTokens]]:
-        """Yield rows with passages, or tokens: marked is what counts, or with `all` what does not."""
+        """Yield rows with passages or tokens; the marks are what counts, or with the loss `all` what does not."""
         for split, row in rows:
             conversation = row.conversation
             numbers = conversation.trained if answers else conversation.untrained
             if (ready := conversation.ready) is not None:
                 yield split, row, ready if answers else ready._replace(counts=np.zeros_like(ready.counts))
-            elif (text := conversation.document) is not None:  # which the end token ends once
+            elif (text := conversation.document) is not None:
+                # The passage adds the end token, so a text that already ends with it must not get a second one.
                 text = text.removesuffix(tokenizer.id_to_token(end))
                 yield split, row, [Passage(text, [(0, len(text))] if answers else [], True)]
             else:
@@ -57,6 +58,7 @@ def encoded(
     while batch := list(islice(expressible, _AT_ONCE)):
         documents = marked(tokenizer, [passages for _, _, passages in batch], begin, end)
         for (split, row, _), document in zip(batch, documents, strict=True):
+            # Marks are exclusions here, so invert them: tokens between messages count as well.
             if loss == "all":
                 document.counts[:] = ~document.counts
             yield split, document, row
@@ -65,14 +67,15 @@ def encoded(
 def marked(
     tokenizer: Any, documents: Sequence[list[Passage] | MarkedTokens], begin: Sequence[int], end: int
 ) -> list[MarkedTokens]:
-    """Return the tokens of documents; a token counts if one of its characters is an answer's.
+    """Return the tokens of documents; a token counts if any of its characters belongs to an answer.
 
     Args:
         tokenizer: Of the library `tokenizers`; adds no token of its own.
-        documents: The passages of each, or its tokens.
+        documents: Passages or tokens of each document.
         begin: Token ids before a document of passages that does not begin with them.
-        end: The token id behind a passage that is `ended`.
+        end: Token id after a passage that is `ended`.
     """
+    # One call for the passages of all documents, so that the tokenizer can use all cores.
     texts = [passage.text for document in documents if isinstance(document, list) for passage in document]
     encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
     return [
@@ -92,6 +95,7 @@ def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end
         if passage.ended:
             ids.append(end)
             counts.append(np.full(1, len(passage.marked) > 0))
+    # A chat template may already write the begin token.
     if ids[: len(begin)] != [*begin]:
         ids = [*begin, *ids]
         counts = [np.zeros(len(begin), bool), *counts]
@@ -99,9 +103,9 @@ def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end
 
 
 def _answers(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """True for each token, by its characters, that has one of an answer."""
+    """Return True for each token with a character of an answer."""
     first, behind = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    # Some tokenizers leave spaces out of a token's characters: one of spaces alone reaches back to the token before.
+    # Some tokenizers exclude spaces from a token's offsets: extend a token of only spaces back to the previous token.
     previous_end = np.maximum.accumulate(np.concatenate([[0], behind]))[:-1]
     first = np.where(first == behind, np.minimum(previous_end, first), first)
     answered = np.zeros(len(first), bool)

@@ -30,13 +30,13 @@ class Mix:
     """Files of conversations, each with a weight.
 
     Args:
-        sources: First files.
+        sources: Files with weight 1.
         mix: More files with weights, each as FILE:WEIGHT.
-        seed: Seed of the rows that a share takes.
-        takes: Function of a message's key that is true if the template reads it.
-        known: Ids of the tokenizer.
-        skip_bad: True if rows of no use are left out and kept in `bad`; else the first raises its ``UserError``.
-        valid: File of held-out rows, beside those of the other files that a choice holds out.
+        seed: Seed that selects the rows of a fractional weight.
+        takes: Function of a message's key that returns True if the template reads it.
+        vocab_ids: Ids of the tokenizer.
+        skip_bad: True if unusable rows are skipped and recorded in `bad`; else the first raises its ``UserError``.
+        valid: File of held-out rows, in addition to those held out of the other files.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Mix:
                 yield from self._rows_of(path, field, weight)
 
     def leave_out(self, line: str, error: UserError) -> None:
-        """Keep the reason why a row is of no use; raise it unless such rows are left out."""
+        """Record why a row is unusable, or raise the reason unless unusable rows are skipped."""
         if not self._skip_bad:
             raise error
         self.bad[line] = error
@@ -79,14 +79,15 @@ class Mix:
                 yield MixedRow(field, file_line(path, number), weight, conversation, document)
 
     def divided(self, splitter: Holdout) -> Iterator[tuple[str, MixedRow]]:
-        """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
+        """Yield rows with their splits, each as often as its weight says; held-out rows at most once.
 
-        Rows of a file of held-out ones come last. The part of a weight behind the point is a share of
-        the rows, chosen by a hash.
+        Rows of the held-out file come last. The fractional part of a weight is a share of the rows, selected by a hash.
         """
+        # Repeat whole passes over the files instead of single rows, so that copies of a row are far apart.
         for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
             for row in self.rows(turn):
                 split = splitter.split_of(row.document)
+                # A separate seed keeps this choice independent of the split's, which hashes the same document.
                 place = row.document.place(self._seed) / 2**64
                 if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
                     yield split, row

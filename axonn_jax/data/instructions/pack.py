@@ -42,7 +42,7 @@ class Packer:
         if len(self._waiting) < WINDOW:
             return []
         rows = first_fit([len(document.ids) for document in self._waiting], self._width)
-        # The row opened last has the most room: its documents wait for those of the next window.
+        # The row opened last has the most room, so carry its documents over to the next window.
         carried = rows.pop() if len(rows) > 1 else []
         full = [[self._waiting[at] for at in row] for row in rows]
         self._waiting = [self._waiting[at] for at in carried]
@@ -56,10 +56,12 @@ class Packer:
 
 
 def first_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Return the numbers of the documents in each row: the longest first, each in the first row that has room."""
+    """Return the indices of the documents in each row, by first-fit decreasing."""
     rooms: NDArray[Any] = np.full(len(lengths), width)
     rows: list[list[int]] = []
+    # A stable sort keeps documents of equal length in order, which makes the packing reproducible.
     for at in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        # The slice includes one empty row, so argmax always finds a row with room.
         row = int(np.argmax(rooms[: len(rows) + 1] >= lengths[at]))
         if row == len(rows):
             rows.append([])

@@ -78,11 +78,12 @@ def conversations(
 ) -> Iterator[tuple[int, Conversation | UserError]]:
     """Yield the line's number and the conversation of every row of a file, compressed or not.
 
-    Of a row of no use the error that names it. `unused` counts the keys of rows that are not read, and those of
-    messages that the template does not take; `known` has the tokenizer's ids. Raises ``UserError``, which calls the
-    file `field`, for one that cannot be read.
+    An unusable row yields its error instead. `unused` counts the keys of rows that are not read, and the keys of
+    messages that the template ignores; `vocab_ids` are the tokenizer's ids. Raises ``UserError`` for `field` if the
+    file cannot be read.
     """
-    if not path.is_file():  # a pipe would block, and the file is read more than once
+    # A pipe would block, and the file is read more than once.
+    if not path.is_file():
         raise UserError(field, str(path), "a file with an object in JSON on each line, or Parquet")
     try:
         for number, record in enumerate(rows_of(path), 1) if is_table(path) else _lines(path):
@@ -114,7 +115,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the nulls of its columns, at any depth, other than those of `content`."""
+    """Return a table's row without nulls at any depth, except those of `content`."""
+    # Parquet fills every key that only some rows have with null, which must not count as present; a null `content` has
+    # a meaning, as that of a message with tool calls.
 
     def entry(value: Any) -> Any:
         if isinstance(value, list) and isinstance((value or [0])[0], dict | list):
@@ -146,9 +149,9 @@ def _row(line: bytes, number: int) -> dict[str, Any]:
 def conversation_of(row: Mapping[str, Any], vocab_ids: Set[int] = frozenset()) -> tuple[Conversation, set[str]]:
     """Return the conversation of a row in one of the schemas, and the keys that it is in.
 
-    Of an instruction with an input, the user's content is both. Of a prompt and a completion that are lists of
-    messages, those of the completion are trained. Of a row with token ids these are all that is read, and `known` has
-    those that it may have. Raises ``UserError`` for a row in none of the schemas.
+    The content of an instruction with an input is both texts. If prompt and completion are lists of messages, those of
+    the completion are trained. From a row with token ids nothing else is read; its ids must be in `vocab_ids`. Raises
+    ``UserError`` for a row in none of the schemas.
     """
     if _TOKENS[0] in row:
         return Conversation([], ready=_ready(row, vocab_ids)), {*_TOKENS} & row.keys()
@@ -189,15 +192,16 @@ def conversation_of(row: Mapping[str, Any], vocab_ids: Set[int] = frozenset()) -
 
 
 def _ready(row: Mapping[str, Any], vocab_ids: Set[int]) -> MarkedTokens:
-    """Return the tokens of a row without its padding; those count whose labels are not -100, or all without labels.
+    """Return the tokens of a row without padding; tokens with the label -100 do not count as targets.
 
-    As in transformers a label is of the token at its own place. Raises ``UserError`` for other labels, for ids that are
-    not `known`, and for lists of several lengths.
+    As in transformers, a label belongs to the token at its position. Raises ``UserError`` for other labels, for ids
+    that are not in `vocab_ids`, and for lists of different lengths.
     """
     lists = {key: row[key] for key in _TOKENS if key in row}
     for key, numbers in lists.items():
         if not isinstance(numbers, list):
             raise UserError("row", numbers, f"a list of whole numbers in {key!r}; this is {type(numbers).__name__}")
+        # bool is a subclass of int, so compare types exactly.
         if not {*map(type, numbers)} <= {int}:
             wrong = next(number for number in numbers if type(number) is not int)
             raise UserError("row", numbers, f"whole numbers in {key!r}; this one has {repr(wrong)[:40]}")
@@ -231,7 +235,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return a row's tools, which may be written as JSON in a text; a list without any is not the same as none."""
+    """Return a row's tools, which may be JSON in a string; an empty list is not the same as None."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -244,7 +248,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
-    """Return a list's messages, their marks taken off, and the numbers of those that marks leave out."""
+    """Return a list's messages without their marks, and the numbers of the messages that marks exclude."""
     accepted = 'messages as a list of objects such as {"role": "user", "content": "hi"}'
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError("row", entries, accepted)

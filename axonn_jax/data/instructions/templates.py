@@ -12,7 +12,7 @@ from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError, nearest, refused
 
 _MOST = 1 << 20
-_PLACES = [chr(code) for code in range(0xE000, 0xF900)]  # of private use: no template knows them
+_PLACES = [chr(code) for code in range(0xE000, 0xF900)]  # private-use characters, which no template treats specially
 _TASK = "Below is an instruction that describes a task"
 _INTRO = f"{_TASK}. Write a response that appropriately completes the request."
 _INTRO_INPUT = (
@@ -26,7 +26,7 @@ class Passage(NamedTuple):
 
     text: str
     marked: Sequence[tuple[int, int]]
-    """First character of each marked answer and the one behind its last."""
+    """Character range of each marked answer, end exclusive."""
     ended: bool
     """True if the end token follows, marked if an answer is."""
 
@@ -124,10 +124,11 @@ class Jinja:
         return [Passage(text, spans, False)]
 
     def _answers(self, text: str, conversation: Conversation, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the characters of the answers that messages of these numbers are, in a few renderings.
+        """Return the character ranges of the answers with these message numbers, from a few renderings.
 
-        Where the template writes the same around the contents of several answers, the first one shows it for all.
+        If the template writes the same text around several answers, the first one determines the range for all.
         """
+        # Rendering once per answer is quadratic in the turns, so reuse the range of answers with equal surroundings.
         mark = next(place for place in _PLACES if place not in text + self.source + conversation.text)
         contents, shown = self._contents(text, conversation, mark), dict[tuple[str, str], tuple[int, int]]()
         spans = list[tuple[int, int]]()
@@ -146,7 +147,7 @@ class Jinja:
     def _contents(
         self, text: str, conversation: Conversation, mark: str
     ) -> dict[int, tuple[int, int, tuple[str, str]]]:
-        """Return first character, end and neighbouring texts of contents, or none where those depend on a content."""
+        """Return start, end and surrounding texts of each content, or {} if the surroundings depend on a content."""
         contents = {
             at: message["content"] for at, message in enumerate(conversation.messages) if message["content"] is not None
         }
@@ -160,6 +161,7 @@ class Jinja:
             return {}
         places, at = dict[int, tuple[int, int, tuple[str, str]]](), len(parts[0])
         for (number, content), prefix, suffix in zip(contents.items(), parts[::2], parts[2::2], strict=False):
+            # Templates often strip a content, so accept it with spaces removed on either side.
             forms = (content, content.strip(), content.lstrip(), content.rstrip())
             form = next((form for form in forms if text.startswith(form + suffix, at)), None)
             if form is None:
@@ -169,10 +171,11 @@ class Jinja:
         return places if at == len(text) else {}
 
     def _answer(self, text: str, conversation: Conversation, at: int, mark: str) -> tuple[int, int]:
-        """Return the characters of the answer that message number `at` is; no text has the `mark`.
+        """Return the character range of the answer in message number `at`; `mark` occurs in no text.
 
-        They are what the message adds to the messages before it, if the text begins so. A template that rewrites
-        earlier turns, or ends the text behind the last, shows them by its text for another content of the message.
+        The range is what the message adds to the previous messages' text, if the full text begins with it. For a
+        template that rewrites earlier turns, or ends the text after the last turn, the range follows from rendering the
+        message with another content.
         """
         talk, tools = conversation.messages, conversation.tools
         head = self.template.text(talk[:at], tools) if at else ""
@@ -202,7 +205,7 @@ class Jinja:
 
 
 def _common(first: str, second: str) -> str:
-    """Return the beginning that two texts share; where both go on, without a last tag that is not closed, as `<|`."""
+    """Return the common prefix of two texts; if both continue, without a trailing unclosed tag such as `<|`."""
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     shared = first[:size]
     return shared if shared in (first, second) else re.sub(r"[<\[][^<>\[\]\s]*$", "", shared)
@@ -213,7 +216,7 @@ Template = Alpaca | Jinja
 
 
 def template_name(tokenizer: Path) -> str:
-    """Return the name of the template where none is asked for: the tokenizer's own, as a model is asked by it later."""
+    """Return the default template's name: the tokenizer's chat template, with which the model is prompted later."""
     return "chat" if ChatTemplate.exists(tokenizer if tokenizer.is_dir() else tokenizer.parent) else "alpaca"
 
 
@@ -235,7 +238,7 @@ def template_of(name: str, tokenizer: Path) -> Template:
 
 
 def chat_template_of(name: str, folder: Path, end: str) -> ChatTemplate:
-    """Return the chat template of a name (`template_of`), with this text of the end token, to ask a model by."""
+    """Return the chat template of a name (`template_of`) for prompting; `end` is the text of the end token."""
     template = template_of(name, folder)
     if isinstance(template, Jinja):
         return template.template

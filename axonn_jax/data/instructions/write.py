@@ -81,9 +81,9 @@ def prepare_instructions(
     shard_tokens: int = SHARD_TOKENS,
     report: Report = silent,
 ) -> tuple[Manifest, list[str]]:
-    """Write the prepared directory ``out`` of packed rows from conversations, at once whole or not at all.
+    """Write the prepared directory ``out`` of packed rows from conversations, atomically.
 
-    Returns the manifest, and lines on surprises.
+    Returns the manifest, and lines on anything unexpected.
 
     Raises:
         UserError: an argument is out of range, a row is of no use, no document fits, ``out`` holds something else or
@@ -105,8 +105,10 @@ def prepare_instructions(
     )
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(vocab_ids) + 1, options.seq_len + 1, out.resolve()
-    limit = max(shard_tokens // width, 1) * width  # whole rows in each file
+    # Round down to a multiple of the row, so that no row is split between two shards.
+    limit = max(shard_tokens // width, 1) * width
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
+        # The first of two passes: a document only gets its split once all documents have been seen.
         splitter, size = Holdout(share, seed), 0
         for read in mix.rows():
             splitter.see(read.document)
@@ -115,7 +117,7 @@ def prepare_instructions(
         if splitter.alike:
             accepted = "at least two rows that differ, one to hold out" if share else "at least one row"
             raise UserError("SOURCE", str(source), accepted)
-        unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
+        unused, mix.unused = mix.unused, Counter()  # the second pass must not count keys again
         with ExitStack() as stack:
             writers = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
             rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in writers.items()}
@@ -135,7 +137,8 @@ def prepare_instructions(
             raise UserError("--template", options.template, f"{error.accepted}; at {line}")
         _check_filled(splits, rows, options, holdout, source)
         used = options.template.endswith(".jinja") or any(of_split.templated for of_split in rows.values())
-        if used and options.template != "chat":  # a run asks as it was trained
+        # Store the template with the tokenizer, so that generation prompts the model in the form of its training.
+        if used and options.template != "chat":
             files = {name: raw for name, raw in files.items() if not name.startswith(f"{TEMPLATES}/")}
             files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
         manifest = described(
@@ -164,7 +167,7 @@ def prepare_instructions(
 
 
 def _user_options(options: InstructionOptions, template: str) -> dict[str, Any]:
-    """The options as a manifest has them."""
+    """Return the options as recorded in the manifest."""
     return {
         "template": options.template,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
@@ -193,7 +196,7 @@ class _Rows:
         self._size = self._padding = self._counted = 0
 
     def add(self, document: MarkedTokens, conversation: Conversation) -> None:
-        """Take a document, or count it as one of no use."""
+        """Add a document, or count it as skipped."""
         length = len(document.ids)
         self.first = int(document.ids[0]) if self.first is None and not conversation.ready else self.first
         self.templated |= len(conversation.messages) > 0
@@ -271,7 +274,7 @@ def _refused(name: str, lines: Mapping[str, UserError]) -> Iterator[str]:
 
 
 def _ends(encoder: Any, tokenizer: Path, rows: dict[str, _Rows]) -> Iterator[str]:
-    """Yield lines on the tokens that begin and end a text, where conversations go without."""
+    """Yield lines on the begin and end tokens that the conversations lack."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     ends, train = tokenize.ends_of(folder, encoder, "--tokenizer"), rows["train"]
     if not train.writer.counts[[*ends]].any():
