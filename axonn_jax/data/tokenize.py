@@ -163,7 +163,7 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
 
 
 def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None:
-    added = tokenizer.get_added_tokens_decoder()  # its texts are not normalized, unlike those of id_to_token
+    added = tokenizer.get_added_tokens_decoder()  # its contents are the texts before normalization
     for number, text, name in numbered:
         current = added[number].content if number in added else tokenizer.id_to_token(number)
         if current not in (None, text):

@@ -113,6 +113,7 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
     work.shape.check_grid(work.grid, sequence_split=work.comm.sequence_split)
     work.comm.check(work.shape, work.grid)
     work.grid.check_batch(work.sequences, work.policy.microbatches)
+    # A group of one device sends nothing.
     return tuple(sent for sent in (*predict_microbatch(work), *predict_update(work)) if sent.group > 1)
 
 

@@ -145,7 +145,8 @@ class MemoryModel:
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_activation_bytes`, cached across grids that only split `data` times `z` differently."""
         grid, settings = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
-        comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
+        # The key has no `z`, but the communication that it influences.
+        comm = self.request.comm(grid, candidate.activations)
         key = (grid.batch_shards, grid.expert, grid.y, grid.x, self.ranks.vocab(grid), comm, *settings, load.rank)
         if key not in self._passes:
             self._passes[key] = self._activation_bytes(candidate, load)

@@ -81,6 +81,7 @@ class Ranks:
             return (self._load(0, shape.layers, True, True),)
         head = forward_flops(self.last, shape.seq_len) / self.block_flops
         usual, last = formulas.balanced_blocks(shape.layers, head, pipe)
+        # Middle ranks have equal loads, so a single one represents them.
         between = (self._load(1, usual, False, False),) if pipe > 2 else ()
         return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
 

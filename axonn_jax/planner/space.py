@@ -179,6 +179,7 @@ def price(
                 placements, model.footprint.totals(candidate, placements), strict=True
             ):
                 if device <= limit and host_fits(model.request, host, grid):
+                    # The busiest rank does not depend on depth or placement, so its parts are computed once.
                     parts = parts or model.busiest(candidate)
                     seconds = model.pipeline_s(candidate, parts) if seconds is None else seconds
                     fits = True

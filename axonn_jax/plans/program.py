@@ -201,6 +201,7 @@ class _Walk:
 
     def _loop(self, eqn: Any, inputs: list[_Array], manual: bool) -> list[_Array]:
         """Return the results of a loop, whose iterations share memory, or of the most expensive branch of a choice."""
+        # Each body is walked on its own: its arrays are freed after an iteration, so they only add to the peak once.
         inner = list(bodies(eqn))
         times = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
         traced = []

@@ -15,7 +15,7 @@ from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of, template_
 
 FILE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of the templates that transformers selects by default if a model has several; others, like `rag`, are ignored."""
+"""Names of the templates that transformers selects if a model has several; others, such as `rag`, only on request."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first two."""
 _MOST = 16 << 20

@@ -150,6 +150,7 @@ class Compute:
         device = self.machine.device
         rate = device.update_bytes_per_s or device.memory_bytes_per_s
         on_device = (params * (gradient_item + self.item) + states) / rate
+        # Transfers overlap with the update on the device, so only the slower of the two counts.
         return max(on_device, travelling * states / 2 / self.machine.host.bytes_per_s)
 
 

@@ -272,6 +272,7 @@ def slope(curve: Curve) -> float:
     if len(curve) == 1:
         return curve[0][1] / curve[0][0]
     (x, y), (further, higher) = curve[-2:]
+    # Noise in the last two measurements must not make larger buffers faster.
     return max(0.0, higher - y) / (further - x)
 
 
@@ -282,5 +283,6 @@ def matmul_share(rows: tuple[MatmulShare, ...], size: float) -> float:
     """
     if not rows:
         return 1.0
+    # Clamp at the largest measured size: extrapolation could exceed the rate of large matmuls.
     points = tuple(sorted((log(row.size), row.share) for row in rows))
     return between(points, min(log(size), points[-1][0]))

@@ -88,6 +88,7 @@ def simulate_perturbed(
     # Until it fails a rank behaves as in the healthy run, so that run tells which task it does not finish.
     if not (lost := _lost(healthy, by.failed)):
         return healthy
+    # The lost tasks never end, so the tasks that depend on them do not end either.
     broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **hooks)
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)

@@ -110,7 +110,9 @@ def pipelined(
             for late, per_microbatch in zip(done.waited, rank_work, strict=True)
         ]
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
+        # A simulation of this size is not doubled again, even if its period has not been confirmed.
         sure = tasks * simulated >= _MOST
+        # Confirm the period by the growth of the makespan since the previous simulation, half as long.
         if shorter is not None:
             further = done.pipe_shape.microbatches - shorter.pipe_shape.microbatches
             off = abs(done.makespan - shorter.makespan - further * period) / further
