@@ -38,16 +38,16 @@ def without_varying(aval: Any, axes: Iterable[str]) -> Any:
     return aval.update(vma=aval.vma - frozenset(axes))
 
 
-def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
+def attention_device(device: Any, *, single_device: bool) -> AttentionDevice:
     """Return the traits of a jax device that determine its attention kernels.
 
     Args:
         device: The device.
-        alone: True if the program runs on this device only.
+        single_device: True if the program runs on this device only.
     """
     tokamax = importlib.util.find_spec("tokamax") is not None
     if device.platform not in ("gpu", "cuda", "rocm"):
-        return AttentionDevice(device.platform, tokamax=tokamax, alone=alone)
+        return AttentionDevice(device.platform, tokamax=tokamax, single_device=single_device)
     if "cuda" not in device.client.platform_version:
         return AttentionDevice("rocm")
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version

@@ -94,12 +94,12 @@ def look_at(field: str, path: str, *, empty: bool = True) -> None:
         raise UserError(field, path, f"a path that can be looked at; {error.strerror}") from None
 
 
-def own_file(path: str, flags: int) -> int:
+def open_for_writing(path: str, flags: int) -> int:
     """Open a file for writing, as an `opener` of `open`: follow no link, and wait for no reader of a pipe."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def replace_whole(path: Path, raw: bytes) -> None:
+def write_atomically(path: Path, raw: bytes) -> None:
     """Write a file atomically: even after a crash the path has either the old or the new content.
 
     A link at the path is replaced, not followed. Raises ``OSError`` if the file cannot be written.
@@ -125,10 +125,10 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure like `replace_whole`; raise ``ValueError`` for an unknown suffix of the path."""
+    """Write a matplotlib figure like `write_atomically`; raise ``ValueError`` for an unknown suffix of the path."""
     raw = io.BytesIO()
     figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)")
-    replace_whole(path, raw.getvalue())
+    write_atomically(path, raw.getvalue())
 
 
 def flush(path: Path) -> None:
@@ -217,12 +217,12 @@ def _refused(text: str) -> Never:
     raise ValueError(f"{text} is no JSON")
 
 
-class Held(Exception):
+class LockHeldError(Exception):
     """Refusal of a lock that another process has; the text names it, as in "process 12 on node3 since ..."."""
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[bool]:
+def file_lock(path: Path) -> Iterator[bool]:
     """Context that locks a file, which it creates and removes; yields False if the file system has no locks.
 
     A file that a killed process has left is not locked. On NFS the lock excludes processes on all hosts.
@@ -235,7 +235,7 @@ def held(path: Path) -> Iterator[bool]:
         OSError: The file cannot be created or written.
     """
     while True:
-        file = own_file(os.fspath(path), os.O_RDWR | os.O_CREAT)
+        file = open_for_writing(os.fspath(path), os.O_RDWR | os.O_CREAT)
         try:
             locked = _take(file)
             # Try again if the previous holder removed the file between our opening and locking it.
@@ -266,7 +266,7 @@ def in_sight(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
+def created_folder(folder: Path) -> Iterator[None]:
     """Context that creates a folder with its parents, and at its end removes those of them that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -285,7 +285,7 @@ def _take(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(file, _HOLDER_BYTES, 0).decode("utf-8", "backslashreplace")
-        raise Held(" ".join(holder.split()) or "another process") from None
+        raise LockHeldError(" ".join(holder.split()) or "another process") from None
     except OSError as error:
         if error.errno in _WITHOUT_LOCKS:
             return False

@@ -296,5 +296,5 @@ class _NotGiven:
         return "(not given)"
 
 
-NOT_GIVEN = _NotGiven()
+UNSET = _NotGiven()
 """Value in the error message for a missing required field."""

@@ -98,7 +98,7 @@ class GridShape:
         divides("train.global_batch", global_batch, self.batch_shards * microbatches, f"{self.batch_rule}*microbatches")
 
 
-def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", whole: int = 0) -> None:
+def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", common_size: int = 0) -> None:
     """Check that a size is a positive multiple of the number of parts.
 
     Args:
@@ -107,7 +107,7 @@ def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", who
         parts: Number of parts.
         rule: Formula of `parts`, for the message.
         axis: Axis for which the message lists all legal sizes; "" for none.
-        whole: Common divisor of all sizes that `axis` must divide. The message then proposes no other size.
+        common_size: Common divisor of all sizes that `axis` must divide. The message then proposes no other size.
 
     Raises:
         UserError: The size is not a multiple; the message names the nearest ones.
@@ -117,8 +117,8 @@ def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", who
     low = size // parts * parts
     near = [n for n in (low, low + parts) if n > 0]
     advice = f"a multiple of {rule} = {parts}"
-    advice += "" if whole else f"; nearest: {' or '.join(map(str, near))}"
-    advice += f"; or {axis} one of {', '.join(map(str, divisors(whole or size)))}" if axis else ""
+    advice += "" if common_size else f"; nearest: {' or '.join(map(str, near))}"
+    advice += f"; or {axis} one of {', '.join(map(str, divisors(common_size or size)))}" if axis else ""
     raise UserError(field, size, advice)
 
 

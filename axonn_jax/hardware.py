@@ -70,5 +70,5 @@ class AttentionDevice:
     """Version of cuDNN, such as 91100; 0 without cuDNN."""
     tokamax: bool = False
     """True if tokamax can be imported."""
-    alone: bool = True
+    single_device: bool = True
     """True if the program runs on one device: jax rejects tokamax's kernels in manual regions that check axes."""

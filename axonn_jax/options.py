@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, near_arguments, nearest, plain
+from axonn_jax.errors import UNSET, UserError, local_path, near_arguments, nearest, plain
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
         if key in value:
             kwargs[key] = _typed(hint, value[key], prefix + key, closed)
         elif required:
-            raise UserError(prefix + key, NOT_GIVEN, "required")
+            raise UserError(prefix + key, UNSET, "required")
     return kind(**kwargs)
 
 

@@ -144,7 +144,7 @@ def open_missing() -> None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def reader_is_gone(stream: TextIO) -> bool:
+def reader_closed(stream: TextIO) -> bool:
     """Return True if a stream is a pipe without a reader (``| head``), and discard further text to it."""
     try:
         number = stream.fileno()
@@ -165,7 +165,7 @@ def last_flush() -> None:
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             _lead_nowhere(sys.stderr.fileno())
-    reader_is_gone(sys.stderr)
+    reader_closed(sys.stderr)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from axonn_jax.options import DerivedSize
 from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig
-from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.rules import RunSettings, check_rules
 
 DEVICES, RATE = 8, 0.125
 """Most devices of a grid; what a router's bias moves by, which shows the sign of an expert's excess."""
@@ -60,7 +60,7 @@ class Setting:
         self.shape.check_grid(self.grid, sequence_split=self.comm.sequence_split)
         self.comm.check(self.shape, self.grid)
         self.grid.check_batch(self.rows, self.microbatches)
-        check_rules(Chosen(self.grid, self.memory, self.tensor, self.prune))
+        check_rules(RunSettings(self.grid, self.memory, self.tensor, self.prune))
         if self.grid.pipe > 1:
             check_pipeline(self.grid.pipe, self.microbatches, self.pipeline, transformer_segments(self.shape))
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.models import ModelShape, Transformer
 from axonn_jax.models.stacked import stack_layers, unstacked
@@ -128,7 +128,7 @@ def gradients(shape: ModelShape, axes: GridShape, *, rows=None, dtype="float32",
         assert grad.dtype == jnp.float32
         assert grad.sharding.is_equivalent_to(NamedSharding(grid.mesh, program.grad_specs[name]), grad.ndim), name
     return (
-        {name: np.asarray(g, np.float64) for name, g in joined(unstack_params(stack, grads)).items()},
+        {name: np.asarray(g, np.float64) for name, g in materialize(unstack_params(stack, grads)).items()},
         float(loss),
         float(norm),
     )

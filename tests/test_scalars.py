@@ -15,7 +15,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.distributed.host_sync import LOCK
-from axonn_jax.documents import held, made
+from axonn_jax.documents import created_folder, file_lock
 from axonn_jax.errors import UserError, integer, plain, typed_arguments
 
 
@@ -171,7 +171,7 @@ def test_a_save_takes_a_step_of_numpy(trainer, tmp_path):
 
 def test_a_save_is_alone_in_the_directory_of_a_run(trainer, tmp_path):
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints"):
-        with made(tmp_path / "run"), held(tmp_path / "run" / LOCK):
+        with created_folder(tmp_path / "run"), file_lock(tmp_path / "run" / LOCK):
             with pytest.raises(OSError, match=r"not saved in .* without another run; process \d+"):
                 trainer.save(folder, 1)
             assert not list(folder.glob("step_*"))

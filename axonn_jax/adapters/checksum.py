@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.tensor.params import Params
 
 # A weight's number is the sum of its bfloat16 bits, each times a factor for its position, modulo 2**32. The order of an
@@ -47,7 +47,7 @@ def checksum_of_files(weights: Iterable[tuple[str, NDArray[Any]]]) -> str:
 def number_of(weight: Any) -> int:
     """Return the number of a weight in bfloat16 or wider; collectives: an all-reduce of one number."""
     # Rounding to float16 first may change the bfloat16 bits, and with them the number: see `read_numbered`.
-    return int(_mixed(joined(weight)))
+    return int(_mixed(materialize(weight)))
 
 
 def numbers_of(weights: Mapping[str, Any], rounded: Mapping[str, int]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from axonn_jax.adapters.config import AdaptedLayer, LoraConfig, layers_of
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import alone, describe
+from axonn_jax.models.declared.transformer import describe, single_device_place
 from axonn_jax.ops.language import Chain, Collective, Layer, Multiply, Op, Param
 from axonn_jax.ops.layers import Place
 
@@ -48,9 +48,9 @@ def describe_trained(
     return (*trained, _frozen(last, {}))
 
 
-def describe_alone(shape: ModelShape, lora: LoraConfig) -> tuple[Layer, ...]:
+def describe_single_device(shape: ModelShape, lora: LoraConfig) -> tuple[Layer, ...]:
     """Return every layer of the model with adapters for one sequence on one device, with blocks of a kind identical."""
-    return describe_trained(shape, lora, alone(shape), scanned=True)
+    return describe_trained(shape, lora, single_device_place(shape), scanned=True)
 
 
 def adapted(layer: Layer, shape: ModelShape, lora: LoraConfig, kind: int, *, starts: bool = False) -> Layer:

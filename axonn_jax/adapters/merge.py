@@ -15,7 +15,7 @@ from axonn_jax.adapters.checksum import checksum, numbers_of, read_numbered
 from axonn_jax.adapters.config import StoredLora, layers_of
 from axonn_jax.adapters.layers import added
 from axonn_jax.adapters.stored import base_of
-from axonn_jax.checkpoint.restore import Checkpoint, load_weights, named_checkpoint
+from axonn_jax.checkpoint.restore import Checkpoint, load_weights, resolve_checkpoint
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
@@ -54,7 +54,7 @@ def merged_weights(
     if is_pretrained(folder):
         read_base = partial(load_into, Pretrained(folder, field))
     else:
-        read_base = partial(load_weights, named_checkpoint(folder, sync, lambda line: None, field), sizes=sizes)
+        read_base = partial(load_weights, resolve_checkpoint(folder, sync, lambda line: None, field), sizes=sizes)
     params, rounded = read_numbered(read_base, read)
     if checksum(numbers_of(params, rounded), params, sync) != stored.checksum:
         accepted = f"the base of the adapters in {checkpoint.path}: this one's checksum is another"

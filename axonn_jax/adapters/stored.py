@@ -30,7 +30,7 @@ def adapters_in(checkpoint: Checkpoint, field: str) -> StoredLora | None:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
 
 
-def not_whole(checkpoint: Checkpoint, field: str) -> UserError:
+def adapters_only_error(checkpoint: Checkpoint, field: str) -> UserError:
     """Return the error for a checkpoint of adapters where a full model is expected."""
     accepted = "a whole model, as `axonn-jax convert --merge` makes of it; this checkpoint has adapters alone"
     return UserError(field, str(checkpoint.path), accepted)

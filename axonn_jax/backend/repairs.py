@@ -18,8 +18,8 @@ from axonn_jax.backend.traits import computes_on_cores
 _tie = Primitive("tie")
 _tie.def_abstract_eval(lambda x, earlier: x)
 _tie.def_impl(lambda x, earlier: x)
-ad.primitive_jvps[_tie] = lambda primals, tangents: (after(*primals), tangents[0])
-batching.primitive_batchers[_tie] = lambda operands, dims: (after(*operands), dims[0])
+ad.primitive_jvps[_tie] = lambda primals, tangents: (depend_on(*primals), tangents[0])
+batching.primitive_batchers[_tie] = lambda operands, dims: (depend_on(*operands), dims[0])
 
 
 def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ mlir.register_lowering(_tie, mlir.lower_fun(_barrier, multiple_results=False))
 mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False), platform="cpu")
 
 
-def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+def depend_on(x: jax.Array, earlier: jax.Array) -> jax.Array:
     """Return `x` unchanged, scheduled after `earlier`.
 
     Args:
@@ -82,7 +82,7 @@ def over_rows(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def write_apart(write: Callable[..., jax.Array], always: jax.Array) -> Callable[..., jax.Array]:
+def unfused_write(write: Callable[..., jax.Array], always: jax.Array) -> Callable[..., jax.Array]:
     """Keep XLA's CPU backend from fusing a write to an array with readers of the result.
 
     When fused with a matmul that reads the array, the write would be repeated there, in a copy of the array.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonn_jax.backend.compiler_options import known_options
+from axonn_jax.backend.compiler_options import supported_options
 from axonn_jax.backend.jaxprs import equations
 from axonn_jax.backend.traits import computes_on_cores
 
@@ -28,7 +28,7 @@ def product_options(jaxpr: Any) -> dict[str, Any]:
         jaxpr: The program.
     """
     # Check the program before the backend: the check of the backend compiles and runs one itself.
-    return known_options(_UNFUSED_DOT) if any(map(_at_risk, equations(jaxpr))) and sums_are_wrong() else {}
+    return supported_options(_UNFUSED_DOT) if any(map(_at_risk, equations(jaxpr))) and sums_are_wrong() else {}
 
 
 def compile_traced(traced: Any) -> jax.stages.Compiled:

@@ -48,13 +48,13 @@ class HostBuffers:
 class DeviceBytes:
     """Memory of a single-device array as bytes; the CUDA array interface has no typestr for bfloat16."""
 
-    held: jax.Array
+    array: jax.Array
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Address and size for mpi4py; marked writable, which the array's own interface is not."""
-        address = self.held.unsafe_buffer_pointer()  # type: ignore[attr-defined]
-        return {"version": 3, "shape": (self.held.nbytes,), "typestr": "|u1", "data": (address, False)}
+        address = self.array.unsafe_buffer_pointer()  # type: ignore[attr-defined]
+        return {"version": 3, "shape": (self.array.nbytes,), "typestr": "|u1", "data": (address, False)}
 
 
 class DeviceBuffers:
@@ -89,10 +89,10 @@ class DeviceBuffers:
         return DeviceBytes(array)
 
     def writable(self, buffer: DeviceBytes) -> bool:  # noqa: D102
-        return bool(buffer.held.is_ready())  # type: ignore[attr-defined]
+        return bool(buffer.array.is_ready())  # type: ignore[attr-defined]
 
     def array(self, buffer: DeviceBytes, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:  # noqa: D102
-        return buffer.held
+        return buffer.array
 
     def _key(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> tuple[Any, ...]:
         return form.sharding.shard_shape(form.shape), np.dtype(form.dtype), device

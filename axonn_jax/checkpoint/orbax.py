@@ -24,8 +24,8 @@ from axonn_jax.backend.cpu_allocator import GrowthLimit
 from axonn_jax.checkpoint.manifest import StoredArray, describe_files
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
-from axonn_jax.documents import replace_whole
-from axonn_jax.memory.host_arrays import HOST, LayerSlice, PrunedArray, joined
+from axonn_jax.documents import write_atomically
+from axonn_jax.memory.host_arrays import HOST, LayerSlice, PrunedArray, materialize
 
 WORTH_IT = 32_000_000
 """Bytes of copies above which the growth of the process during a write is limited."""
@@ -101,7 +101,7 @@ class OrbaxWriter:
             copied = 0 if waits else snapshot(state)
             for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
                 progress(f"the checkpoint, lot {number + 1} of {len(lots)}")
-                arrays = {name: joined(state.pop(name)) for name in lot}
+                arrays = {name: materialize(state.pop(name)) for name in lot}
                 # Orbax's first barrier would wait half an hour for a process that has failed by now.
                 if self._barrier is not None:
                     self._barrier(key="copied", timeout_ms=_TIMEOUT_S * 1000)
@@ -122,7 +122,7 @@ class OrbaxWriter:
             files = describe_files(folder, written(folder / self.name, number))
             arrays = self._described if number == 0 else {}
             listing = {"arrays": arrays, "files": {name: asdict(file) for name, file in files.items()}}
-            replace_whole(folder / marker(self.name, number), json.dumps(listing).encode())
+            write_atomically(folder / marker(self.name, number), json.dumps(listing).encode())
 
     def close(self) -> None:
         """End Orbax's threads."""

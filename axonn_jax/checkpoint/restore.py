@@ -70,7 +70,7 @@ def newest(
     return None
 
 
-def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
+def resolve_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
     """Return the checkpoint at a user's path: a step_N, or the newest valid one in a run directory or its checkpoints/.
 
     Raises ``UserError`` for `field` if there is none, or if `path` is a corrupt step_N.

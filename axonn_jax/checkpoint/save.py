@@ -28,7 +28,7 @@ from axonn_jax.checkpoint.manifest import (
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.orbax import OrbaxWriter, marker, reason, wait_for_markers
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import flush, in_sight, replace_whole
+from axonn_jax.documents import flush, in_sight, write_atomically
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
 
@@ -252,7 +252,7 @@ class Saver:
             files,
             versions=self._versions,
         )
-        replace_whole(job.folder / MANIFEST, manifest.text().encode())
+        write_atomically(job.folder / MANIFEST, manifest.text().encode())
         target = self.directory / name_of(job.step)
         # Saving a step twice, which only library users do: move the old folder away, as a rename needs a free name.
         if os.path.lexists(target):

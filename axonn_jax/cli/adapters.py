@@ -23,11 +23,11 @@ def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]
     from axonn_jax.adapters.export import stored_adapters
     from axonn_jax.adapters.peft import CONFIG, TENSORS, StoredAdapter, write_adapter
     from axonn_jax.adapters.stored import adapters_in
-    from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
+    from axonn_jax.checkpoint.restore import resolve_checkpoint, stored_shape
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.distributed.host_sync import LocalSync
 
-    checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
+    checkpoint = resolve_checkpoint(source, LocalSync(), say, "SOURCE")
     stored, shape = adapters_in(checkpoint, "SOURCE"), stored_shape(checkpoint, "SOURCE")
     if stored is None or shape is None:
         raise UserError("--adapter", True, f"for a run with adapters; {source} is a whole model")

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import look_at
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest, nearest_or_all
+from axonn_jax.errors import UNSET, UserError, local_path, nearest, nearest_or_all
 from axonn_jax.options import field_docs
 from axonn_jax.terminal import columns, wrapped
 
@@ -133,7 +133,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
         values[tail_option.path] = tuple(argv[len(flag_words) :])
     if missing := [option for option in options if option.path not in values and option.default is MISSING]:
         names = [option.flag if option.arg.positional else f"{option.flag} {option.metavar}" for option in missing]
-        raise UserError(", ".join(names), NOT_GIVEN, f"required; see {prog} --help")
+        raise UserError(", ".join(names), UNSET, f"required; see {prog} --help")
     return _build(cls, {option.path: values.get(option.path, option.default) for option in options})
 
 
@@ -168,7 +168,7 @@ def _parse_words(options: Sequence[Option], argv: Sequence[str], prog: str) -> d
                 values[settings.path] = (*values.get(settings.path, ()), word, *value)
                 continue
             if option is None:
-                following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
+                following = words[-1] if words and not _is_flag(words[-1]) else UNSET
                 hint = nearest_or_all(name, [*(option.flag for option in flagged), "--help"])
                 raise UserError(name, text or following, f"not a flag of {prog}{hint}")
             if option.kind is bool:
@@ -183,7 +183,7 @@ def _parse_words(options: Sequence[Option], argv: Sequence[str], prog: str) -> d
                 values[option.path] = tuple(map(option.value, texts))
             else:
                 if not equals and (not words or words[-1].startswith("--")):
-                    raise UserError(option.flag, NOT_GIVEN, option.accepted)
+                    raise UserError(option.flag, UNSET, option.accepted)
                 value = option.value(text if equals else words.pop())
                 values[option.path] = (*values.get(option.path, ()), value) if option.multiple else value
     return values

@@ -78,11 +78,11 @@ def run(args: Convert) -> int:
         raise UserError("--adapter", True, "without --merge, --check and --dtype: it writes adapters alone, in fp32")
     if args.base is not None and not args.merge:
         raise UserError("--base", str(args.base), "left out without --merge")
-    from axonn_jax.models.huggingface.hub import check_push, found, push
+    from axonn_jax.models.huggingface.hub import check_push, push, resolve_path
 
     started, accepted = time.perf_counter(), "an existing directory of a Hugging Face model or of a run"
-    base = args.base and found(args.base, "--base", "the directory of the adapters' base")
-    args = replace(args, source=found(args.source, "SOURCE", accepted), base=base)
+    base = args.base and resolve_path(args.base, "--base", "the directory of the adapters' base")
+    args = replace(args, source=resolve_path(args.source, "SOURCE", accepted), base=base)
     if not args.source.is_dir():
         raise UserError("SOURCE", str(args.source), accepted)
     if args.push is not None:
@@ -137,12 +137,12 @@ def _opened(source: Path, field: str = "SOURCE") -> Conversion:
 def _opened_run(source: Path, field: str) -> Conversion:
     from axonn_jax.adapters.stored import adapters_in
     from axonn_jax.checkpoint.export import StoredParameters
-    from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
+    from axonn_jax.checkpoint.restore import resolve_checkpoint, stored_shape
     from axonn_jax.data.tokenize import check_files
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
-    checkpoint = named_checkpoint(source, LocalSync(), say, field)
+    checkpoint = resolve_checkpoint(source, LocalSync(), say, field)
     if adapters_in(checkpoint, field) is not None:
         raise UserError(field, str(source), "a whole model; of adapters alone, --adapter or --merge")
     folder = _run_of(checkpoint.path)
@@ -176,13 +176,13 @@ def _merged(args: Convert) -> Conversion:
     from axonn_jax.adapters.export import MergedTensors, checked_base, stored_adapters
     from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
     from axonn_jax.adapters.stored import adapters_in, base_of
-    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.checkpoint.restore import resolve_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
-    from axonn_jax.models.huggingface.hub import found
+    from axonn_jax.models.huggingface.hub import resolve_path
 
     if is_adapter(args.source):
         base_name = read_config(args.source, "SOURCE")[1]
-        folder = args.base or found(base_name, "--base", "the directory of the adapter's base")
+        folder = args.base or resolve_path(base_name, "--base", "the directory of the adapter's base")
         if (not base_name and args.base is None) or not folder.is_dir():
             raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {base_name!r} to it")
         if args.check:
@@ -190,7 +190,7 @@ def _merged(args: Convert) -> Conversion:
         side = _opened(folder, "--base")
         config, arrays, _ = read_adapter(args.source, side.shape, "SOURCE")
     else:
-        checkpoint = named_checkpoint(args.source, LocalSync(), say, "SOURCE")
+        checkpoint = resolve_checkpoint(args.source, LocalSync(), say, "SOURCE")
         if (stored := adapters_in(checkpoint, "SOURCE")) is None:
             raise UserError("--merge", True, f"for adapters; {args.source} is a whole model")
         folder = args.base or base_of(stored, checkpoint, "SOURCE")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from axonn_jax.errors import UserError, nearest, status_of
-from axonn_jax.terminal import columns, last_flush, open_missing, reader_is_gone, say, wrapped
+from axonn_jax.terminal import columns, last_flush, open_missing, reader_closed, say, wrapped
 from axonn_jax.version import __version__
 
 PROG = "axonn-jax"
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain = stop.code is None or isinstance(stop.code, int)
         status = int(stop.code or 0) if plain else report(RuntimeError(stop.code))
     except BrokenPipeError as error:
-        status = 141 if reader_is_gone(sys.stdout) else report(error)
+        status = 141 if reader_closed(sys.stdout) else report(error)
     except BaseException as error:
         status = report(error)
     last_flush()

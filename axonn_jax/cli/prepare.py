@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.documents import look_at
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import UNSET, UserError
 from axonn_jax.options import InstructionLoss, TooLong
 from axonn_jax.terminal import Ticker, printable, say
 
@@ -150,10 +150,10 @@ def run(args: Prepare) -> int:
 
 
 def _tokenizer(args: Prepare) -> Path | None:
-    from axonn_jax.models.huggingface.hub import SMALL_FILES, found
+    from axonn_jax.models.huggingface.hub import SMALL_FILES, resolve_path
 
     accepted = "a tokenizer.json, or a directory with one"
-    return args.tokenizer and found(args.tokenizer, "--tokenizer", accepted, wanted=SMALL_FILES)
+    return args.tokenizer and resolve_path(args.tokenizer, "--tokenizer", accepted, patterns=SMALL_FILES)
 
 
 def _check_kind(args: Prepare) -> None:
@@ -165,9 +165,9 @@ def _check_kind(args: Prepare) -> None:
             raise UserError(f"--{name.replace('_', '-')}", value, accepted)
     if args.instructions and args.tokenizer is None:
         accepted = "a tokenizer.json, or the directory of a model to fine-tune: --instructions trains none"
-        raise UserError("--tokenizer", NOT_GIVEN, accepted)
+        raise UserError("--tokenizer", UNSET, accepted)
     if args.instructions and args.seq_len is None:
-        raise UserError("--seq-len", NOT_GIVEN, "the length of rows, such as 2048: the model's model.seq_len")
+        raise UserError("--seq-len", UNSET, "the length of rows, such as 2048: the model's model.seq_len")
 
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:

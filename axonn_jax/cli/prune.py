@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.data.output import OutputKind, appearing
-from axonn_jax.documents import replace_whole
+from axonn_jax.documents import write_atomically
 from axonn_jax.errors import UserError
 from axonn_jax.options import PruneScope
 from axonn_jax.terminal import Ticker
@@ -53,7 +53,7 @@ def run(args: Prune) -> int:
     """
     from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.train.config_file import read
-    from axonn_jax.train.rules import Chosen, check_rules
+    from axonn_jax.train.rules import RunSettings, check_rules
     from axonn_jax.train.validate import check_masks
 
     if not 0 < args.density < 1 and not args.mask_file:
@@ -69,7 +69,7 @@ def run(args: Prune) -> int:
     prune = PruneConfig(**settings)  # type: ignore[arg-type]
     config = read(args.run_dir / "config.toml")
     # The written configuration must be one that `train` accepts.
-    check_rules(Chosen(config.grid, prune=prune, train=config.train))
+    check_rules(RunSettings(config.grid, prune=prune, train=config.train))
     check_masks(args.mask_file)
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
@@ -87,7 +87,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     # `appearing` leave no directory behind.
     from axonn_jax.checkpoint.manifest import FOLDER
     from axonn_jax.checkpoint.naming import MASKS
-    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.checkpoint.restore import resolve_checkpoint
     from axonn_jax.distributed.host_sync import host_sync
     from axonn_jax.distributed.initialize import start
     from axonn_jax.grid import GridShape
@@ -95,7 +95,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
     from axonn_jax.settings import MemoryConfig, TensorConfig
     from axonn_jax.train.config_file import to_toml
-    from axonn_jax.train.engines.pruning import kept_of
+    from axonn_jax.train.engines.pruning import mask_counts
     from axonn_jax.train.main import model_of
     from axonn_jax.train.optimizer import make_optimizer
     from axonn_jax.train.saving import save_as
@@ -107,7 +107,7 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
     with appearing(source.resolve(), target.resolve(), kind) as partial:
         _, grid = start(GridShape())
         sync = host_sync(grid)
-        checkpoint = named_checkpoint(source, sync, lambda line: None, "RUN_DIR")
+        checkpoint = resolve_checkpoint(source, sync, lambda line: None, "RUN_DIR")
         if any(name.startswith(MASKS) for name in checkpoint.manifest.arrays):
             raise UserError("RUN_DIR", str(source), f"a run that is not pruned yet; {checkpoint.path} is")
         memory = MemoryConfig(precision=config.memory.precision)
@@ -124,11 +124,11 @@ def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[st
                     shutil.copytree(source / name, partial / name)
                 else:
                     shutil.copyfile(source / name, partial / name)
-            replace_whole(partial / "config.toml", to_toml(config).encode())
+            write_atomically(partial / "config.toml", to_toml(config).encode())
             try:
                 save_as(engine, partial / FOLDER, step, checkpoint.manifest.run)
             except OSError as error:
                 why = str(error).replace(str(partial), str(target))
                 raise UserError("OUT_DIR", str(target), f"a place that can be written; {why}") from None
-            counts = kept_of(engine, sync, config.prune.density)
+            counts = mask_counts(engine, sync, config.prune.density)
     return step, counts.entries, counts.of

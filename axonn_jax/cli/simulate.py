@@ -70,7 +70,7 @@ def run(args: Simulate) -> int:
 
             ticker.now("drawing")
             title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
-            skipped = outcome.slowest.left_out
+            skipped = outcome.slowest.skipped_microbatches
             title += f", {skipped:,} microbatches left out" if skipped else ""
             try:
                 draw(outcome.slowest.timeline(), args.png, title, simulated=True)
@@ -96,7 +96,7 @@ def _figures(
     args: Simulate, question: Question, estimate: Estimate, outcome: SimulatedStep, compared: list[Baseline]
 ) -> dict[str, Any]:
     simulation, candidate = outcome.slowest, estimate.candidate
-    request, limit, model = question.request, question.limit, question.named
+    request, limit, model = question.request, question.limit, question.model
     flops = step_flops(request.shape, request.lora, request.batch)
     flops_s = flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
@@ -116,7 +116,7 @@ def _figures(
         "fits": estimate.memory.total <= limit,
         "replicas_s": outcome.replicas_s,
         "tasks": simulation.tasks,
-        "left_out_microbatches": simulation.left_out,
+        "left_out_microbatches": simulation.skipped_microbatches,
         "ranks": [
             {"rank": rank, "busy_s": busy, "peak_live": simulation.peak_live[rank]}
             for rank, busy in enumerate(simulation.busy)

@@ -13,7 +13,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.replay import Replay, replay, task_runs
 from axonn_jax.terminal import table
-from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
+from axonn_jax.timeline.spans import KINDS, Span, last_complete_step, ranks_of, usage, window
 from axonn_jax.timeline.trace import TIMELINE, read_trace
 
 _SHOWN = 20
@@ -49,7 +49,7 @@ def run(args: Timeline) -> int:
     steps = sorted({span.step for span in recorded if span.is_task and span.end > span.start})
     if not steps:
         raise UserError(TIMELINE, str(args.run_dir / TIMELINE), "a trace with at least one step; this one has none")
-    step = last_whole_step(recorded) if args.step is None else args.step
+    step = last_complete_step(recorded) if args.step is None else args.step
     if step not in steps:
         raise UserError("--step", step, f"a step that was recorded: {_listed(steps)}")
     played = None if args.replay is None else _replayed(recorded, step, args.replay)

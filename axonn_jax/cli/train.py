@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from axonn_jax.cli.arguments import help_text
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import UNSET, UserError
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import read, split_argv
 from axonn_jax.train.validate import check
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if (restarts := dict(flags).get("restarts")) is not None:
         raise UserError("--restarts", restarts, "a flag of `axonn-jax launch`, which starts a failed job again")
     if not files:
-        raise UserError("CONFIG.toml", NOT_GIVEN, f"the path of a TOML file, as in `{_USAGE}`")
+        raise UserError("CONFIG.toml", UNSET, f"the path of a TOML file, as in `{_USAGE}`")
     if len(files) > 1:
         raise UserError("argument", files[1], f"only flags such as --train.steps 100 beside {files[0]!r}")
     config = check(read(files[0], flags))

@@ -63,7 +63,7 @@ class Corpus:
         return self.weight * Fraction(split.counted or split.tokens, split.tokens)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def error_context(self) -> Iterator[None]:
         """Replace `data.path`, which a manifest raises errors for, by the directory's setting."""
         with _error_context(self.setting):
             yield
@@ -171,7 +171,7 @@ class Corpora:
         """Raise ``UserError`` if a split in use is shorter than a sequence or has rows of another length."""
         for corpus in self.all:
             used = [("train", corpus.weight > 0), ("valid", corpus.evaluated or not corpus.weight)]
-            with corpus.named():
+            with corpus.error_context():
                 corpus.manifest.check_seq_len(seq_len, [split for split, needed in used if needed])
 
 

@@ -141,7 +141,7 @@ class _Batches:
         return goldfish(stacked, self.dropped.k, self.dropped.h, packed=self.data.packed)
 
     def _read(self, corpus: int, sample: int) -> NDArray[np.int32]:
-        with self.data.trained[corpus].named():
+        with self.data.trained[corpus].error_context():
             return self.samples[corpus][sample]
 
 

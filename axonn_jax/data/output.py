@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from axonn_jax.documents import Held, held, made
+from axonn_jax.documents import LockHeldError, created_folder, file_lock
 from axonn_jax.errors import UserError
 
 
@@ -41,7 +41,7 @@ def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False)
     try:
         # Check before the work and again under the lock: the first check fails early, the second one is reliable.
         _check(source, out, force, kind)
-        with made(out.parent), held(out.parent / f".{out.name}.lock") as locked:
+        with created_folder(out.parent), file_lock(out.parent / f".{out.name}.lock") as locked:
             # Without the lock a directory that looks abandoned may belong to a live process.
             if locked:
                 _sweep(out, kind)
@@ -54,7 +54,7 @@ def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False)
             except BaseException:
                 _remove(partial, kind)
                 raise
-    except Held as holder:
+    except LockHeldError as holder:
         raise UserError(kind.out, str(out), f"a directory without a writer; {holder} writes there") from None
     except OSError as error:
         if error.strerror is None:  # not the system's

@@ -33,7 +33,7 @@ from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
 from axonn_jax.documents import flush
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import UNSET, UserError
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.models.huggingface.splits import files_of
 from axonn_jax.version import __version__
@@ -81,10 +81,10 @@ def prepare(
     if tokenizer is not None:
         if vocab is not None:
             raise UserError("--vocab", vocab, "not given with --tokenizer, which has a vocabulary")
-        tokenizer_parts = tokenize.load_given(tokenizer, "--tokenizer")
+        tokenizer_parts = tokenize.load_existing(tokenizer, "--tokenizer")
     else:
         if vocab is None:
-            raise UserError("--vocab", NOT_GIVEN, "the size of the vocabulary to train; or --tokenizer")
+            raise UserError("--vocab", UNSET, "the size of the vocabulary to train; or --tokenizer")
         tokenize.check_vocab(vocab)
     if bos and not (tokenizer_parts and tokenize.begin_of(tokenizer_parts[0])):
         raise UserError(

@@ -15,10 +15,10 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import (
     ADDED,
     FOLDER,
-    NAMED_TOKENS,
     OF_TOKENIZER,
     SAVE_TOKENIZER,
     SETTINGS,
+    SPECIAL_TOKEN_KEYS,
     UNSPLIT,
     end_tokens,
     root_of,
@@ -148,8 +148,8 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
     existing = tokenizer.get_added_tokens_decoder().values()
     contents, alike = {token.content for token in existing}, {repr(token) for token in existing}
     added = {token.content: token for _, token in sorted(listed.items()) if repr(token) not in alike}
-    entries = [settings.get(key) for key in NAMED_TOKENS]
-    entries += [value for key, value in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
+    entries = [settings.get(key) for key in SPECIAL_TOKEN_KEYS]
+    entries += [value for key, value in settings.items() if key.endswith("_token") and key not in SPECIAL_TOKEN_KEYS]
     extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or []
     entries += extra.values() if isinstance(extra, dict) else []
     special = [_token(entry) for entry in entries if isinstance(entry, str | dict)]
@@ -178,7 +178,7 @@ def _token(entry: Any) -> AddedToken:
     return AddedToken(fields["content"], **{key: fields[key] for key in _FLAGS if key in fields})
 
 
-def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
+def load_existing(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
     """Return an existing tokenizer, its files by name and a document's end id.
 
     ``path`` is the file, or a directory with ``tokenizer.json``, of `prepare` or of a pretrained model. Raises

@@ -9,7 +9,7 @@ from axonn_jax.errors import UserError
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable for pinned host memory in GiB, read when the backend starts; memory is allocated on demand."""
 GIB = 1 << 30
-XLAS_OWN = 64
+XLA_DEFAULT_GIB = 64
 """XLA's limit in GiB if the variable is not set."""
 
 FRACTION = 0.92
@@ -40,13 +40,13 @@ def raise_pinned_limit(processes: int, environ: MutableMapping[str, str] = os.en
     """
     # The need is unknown here, since a script calls `init` before it has a model; a high limit costs nothing.
     share = host_memory() // processes // GIB
-    if LIMIT not in environ and share > XLAS_OWN:
+    if LIMIT not in environ and share > XLA_DEFAULT_GIB:
         environ[LIMIT] = str(share)
 
 
 def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many bytes XLA lets a process pin; raise ``UserError`` if the variable is not a number of GiB."""
-    text = environ.get(LIMIT, str(XLAS_OWN))
+    text = environ.get(LIMIT, str(XLA_DEFAULT_GIB))
     if not text.isdecimal() or len(text) > 9:
         raise UserError(LIMIT, text[:40], "a whole number of GiB")
     return int(text) * GIB
@@ -67,7 +67,7 @@ def check_pinned(per_device: int, devices: Sequence[Any], environ: Mapping[str, 
     if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
         return
     raise UserError(
-        LIMIT, environ.get(LIMIT, f"not set, which is {XLAS_OWN}"),
+        LIMIT, environ.get(LIMIT, f"not set, which is {XLA_DEFAULT_GIB}"),
         f"at least {-(-needed // GIB)} before jax starts: memory.offload = optimizer keeps {needed / GIB:.1f} GiB of "
         f"this process in pinned host memory; the host has {host_memory() / GIB:.0f} GiB",
     )  # fmt: skip

@@ -209,7 +209,7 @@ def take(rank: int, per_process: int | None, gather: Callable[[View], Sequence[V
     """
     import jax
 
-    views = gather(own_view())
+    views = gather(visible_gpus())
     assigned = shares(views, per_process)
     if assigned[rank]:
         for platform in ("cuda", "rocm"):
@@ -217,7 +217,7 @@ def take(rank: int, per_process: int | None, gather: Callable[[View], Sequence[V
     return idle(views, assigned)
 
 
-def own_view() -> View:
+def visible_gpus() -> View:
     """Return this process's visible GPUs; None if jax would not look for GPUs, or the user has selected them."""
     from axonn_jax import compat
 

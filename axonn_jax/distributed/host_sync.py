@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from axonn_jax.documents import Held, held, in_sight, made
+from axonn_jax.documents import LockHeldError, created_folder, file_lock, in_sight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 
@@ -37,7 +37,7 @@ class HostSync(ABC):
         """Return every process's array, stacked by rank; shape and dtype must agree."""
 
     @abstractmethod
-    def any_before(self, flag: bool) -> bool:
+    def any_flag_last_call(self, flag: bool) -> bool:
         """Return True if any process had its flag set in the previous call.
 
         The answer is one call late so that no process waits for the others here: the reduction of a flag runs while the
@@ -82,7 +82,7 @@ class LocalSync(HostSync):
     def _all_gather(self, local: np.ndarray) -> np.ndarray:
         return local[None]
 
-    def any_before(self, flag: bool) -> bool:
+    def any_flag_last_call(self, flag: bool) -> bool:
         """Return the flag, since there is nobody to wait for."""
         return flag
 
@@ -119,7 +119,7 @@ class MpiSync(HostSync):
         self._wait(self._comm.Iallgather(local, everyone))
         return everyone
 
-    def any_before(self, flag: bool) -> bool:  # noqa: D102
+    def any_flag_last_call(self, flag: bool) -> bool:  # noqa: D102
         from mpi4py import MPI
 
         previous = False
@@ -198,7 +198,7 @@ class JaxSync(HostSync):
         rows = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(local).reshape(-1).view(np.uint8)))
         return rows.reshape(self.size, -1).view(local.dtype).reshape(self.size, *local.shape)
 
-    def any_before(self, flag: bool) -> bool:  # noqa: D102
+    def any_flag_last_call(self, flag: bool) -> bool:  # noqa: D102
         import jax
 
         # Reading the pending flag blocks only until the previous call's reduction is complete.
@@ -280,10 +280,12 @@ def only_run_in(
         fault = ""
         if sync.rank == 0:
             try:
-                stack.enter_context(made(Path(directory)))  # so that a run that cannot start leaves no directory
-                if not stack.enter_context(held(Path(directory) / LOCK)):
+                stack.enter_context(
+                    created_folder(Path(directory))
+                )  # so that a run that cannot start leaves no directory
+                if not stack.enter_context(file_lock(Path(directory) / LOCK)):
                     say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
-            except Held as holder:
+            except LockHeldError as holder:
                 fault = f"a directory without another run; {holder} trains in this one"
             except OSError as error:
                 fault = f"a directory that can be written in: {error.strerror or error}"

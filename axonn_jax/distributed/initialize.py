@@ -183,13 +183,13 @@ def gpu_views() -> list[gpus.View]:
     """Return the visible GPUs of every process of this launch by rank, for `axonn-jax doctor`. Collective."""
     world = detect(os.environ, ask_mpi)
     if world.size == 1:
-        return [gpus.own_view()]
+        return [gpus.visible_gpus()]
     if world.source == "MPI":
         from mpi4py import MPI
 
-        return MPI.COMM_WORLD.allgather(gpus.own_view())
+        return MPI.COMM_WORLD.allgather(gpus.visible_gpus())
     join(world)
-    return compat.gather(gpus.own_view(), "gpus")
+    return compat.gather(gpus.visible_gpus(), "gpus")
 
 
 def say(world: World, notice: str) -> None:

@@ -60,16 +60,16 @@ def past_proxy(coordinator: str, environ: MutableMapping[str, str]) -> str:
 
 
 def offer(hosts: int) -> str:
-    """Return an address for a coordinator on this host, `own_address` with a free port, as host:port.
+    """Return an address for a coordinator on this host, `reachable_address` with a free port, as host:port.
 
     Args:
         hosts: Number of hosts of the run.
     """
-    address = own_address(hosts)
+    address = reachable_address(hosts)
     return f"{f'[{address}]' if ':' in address else address}:{free_port(address)}"
 
 
-def own_address(hosts: int) -> str:
+def reachable_address(hosts: int) -> str:
     """Return the address at which the other processes reach this host.
 
     Args:

@@ -56,7 +56,10 @@ class World:
 
 
 def detect(
-    environ: Mapping[str, str], mpi: Callable[[], World], explicit: World | None = None, joined: World | None = None
+    environ: Mapping[str, str],
+    mpi: Callable[[], World],
+    explicit: World | None = None,
+    initialized: World | None = None,
 ) -> World:
     """Determine the processes of the run.
 
@@ -65,18 +68,18 @@ def detect(
         mpi: Function that initializes MPI and returns its world, with the library as `why`; called only under an MPI
             launcher.
         explicit: World of explicit arguments, which take precedence over the environment.
-        joined: World of a `jax.distributed` that the script has initialized, which takes precedence over all others.
+        initialized: World of a `jax.distributed` that the script has initialized; it takes precedence over all others.
 
     Raises:
         UserError: Two sources contradict each other; the error has both values.
     """
     # A launcher counts only with several processes: one process runs without MPI.
     announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
-    if joined is not None:
-        if announced is not None and number(environ, announced) != joined.size:
-            accepted = f"the {joined.size} processes that jax.distributed was initialised with"
+    if initialized is not None:
+        if announced is not None and number(environ, announced) != initialized.size:
+            accepted = f"the {initialized.size} processes that jax.distributed was initialised with"
             raise UserError(announced, environ[announced], accepted)
-        return joined if explicit is None else replace(explicit, hosts=joined.hosts)
+        return initialized if explicit is None else replace(explicit, hosts=initialized.hosts)
     if explicit is not None:
         return explicit
     jax_names = [name for name in _JAX if environ.get(name)]

@@ -64,13 +64,13 @@ class StopSignals:
     def requested(self, fault: str) -> bool:
         """Return True if the run must end after this step; collective, called by all processes after each step.
 
-        With several processes the answer is that of the previous step (`HostSync.any_before`), so the run ends a step
-        later, for which all processes must have a batch.
+        With several processes the answer is that of the previous step (`HostSync.any_flag_last_call`), so the run ends
+        a step later, for which all processes must have a batch.
 
         Args:
             fault: Fault of this process's data, which ends the run too; empty without one.
         """
-        return self._sync.any_before(bool(self._number or fault))
+        return self._sync.any_flag_last_call(bool(self._number or fault))
 
     def number(self) -> int:
         """Return the signal that ended the run, the same on all processes, even on those that did not receive it."""

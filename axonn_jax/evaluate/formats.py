@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from axonn_jax.documents import read_json, replace_whole
-from axonn_jax.errors import NOT_GIVEN, UserError, refused
+from axonn_jax.documents import read_json, write_atomically
+from axonn_jax.errors import UNSET, UserError, refused
 from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun
 from axonn_jax.terminal import say
 
@@ -100,7 +100,7 @@ def write(path: Path, entries: Sequence[Entry], field: str) -> None:
     """Write a ParEval file atomically; raise ``UserError`` if it cannot be written."""
     raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
     with refused(field, path, "a file that can be written"):
-        replace_whole(path, raw)
+        write_atomically(path, raw)
 
 
 def _problem(entry: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -126,7 +126,7 @@ class _File(NamedTuple):
                 raise self.fault(f"[{at}]", entry, "an object")
             for key in _TEXTS:
                 if not isinstance(entry.get(key), str):
-                    raise self.fault(f"[{at}].{key}", entry.get(key, NOT_GIVEN), "a text")
+                    raise self.fault(f"[{at}].{key}", entry.get(key, UNSET), "a text")
         return value
 
     def fault(self, where: str, value: object, accepted: str) -> UserError:
@@ -146,8 +146,8 @@ class _File(NamedTuple):
     def _sample(self, where: str, place: int, output: Mapping[str, Any]) -> Sample:
         for key in ("did_build", "is_source_valid"):
             if not isinstance(output.get(key), bool):
-                raise self.fault(f"{where}.{key}", output.get(key, NOT_GIVEN), "true or false")
-        runs = output.get("runs", NOT_GIVEN)
+                raise self.fault(f"{where}.{key}", output.get(key, UNSET), "true or false")
+        runs = output.get("runs", UNSET)
         good = isinstance(runs, list) and bool(runs) and all(isinstance(run, dict) for run in runs)
         if runs is not None and not good:
             raise self.fault(f"{where}.runs", runs, "a list of at least one object, or null")
@@ -158,7 +158,7 @@ class _File(NamedTuple):
         return Sample(output["did_build"], read, sequential, output["is_source_valid"], place)
 
     def _run(self, where: str, run: Mapping[str, Any]) -> TimedRun:
-        if not isinstance(valid := run.get("is_valid", NOT_GIVEN), bool | None):
+        if not isinstance(valid := run.get("is_valid", UNSET), bool | None):
             raise self.fault(f"{where}.is_valid", valid, "true, false or null")
         seconds = self._seconds(where, run, "runtime")
         if valid and seconds is None:

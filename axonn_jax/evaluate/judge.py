@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import open_regular, parse_json, replace_whole
+from axonn_jax.documents import open_regular, parse_json, write_atomically
 from axonn_jax.errors import UserError, refused
 from axonn_jax.evaluate.build import Builder, hand_over
 from axonn_jax.evaluate.sandbox import Limits
@@ -147,12 +147,12 @@ def resumable_results(
             verdict = "are not judged again" if same else "were of other texts or options: all are judged anew"
             say(f"{path}: {len(results) or len(lines)} programs judged before {verdict}")
         if results:
-            replace_whole(path, b"\n".join([header, *lines[: len(results)], b""]))
+            write_atomically(path, b"\n".join([header, *lines[: len(results)], b""]))
 
     def add(result: dict[str, Any]) -> None:
         with refused("--out", path, _WRITABLE):
             if not results:  # the file is missing, or of other settings
-                replace_whole(path, header + b"\n")
+                write_atomically(path, header + b"\n")
             with path.open("a", encoding="ascii") as file:
                 print(json.dumps(result), file=file)
         results.append(result)

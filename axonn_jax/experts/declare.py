@@ -7,10 +7,10 @@ from axonn_jax.ops.language import (
     FLOAT32,
     Chain,
     Collective,
+    CustomBackward,
     Kind,
     Multiply,
     Op,
-    OwnBackward,
     Param,
     Part,
     Read,
@@ -68,7 +68,7 @@ def declare(
     }
     # Grouped matmuls read a choice's row, and add its result to a float32 accumulator that is read and written back.
     choice_bytes = moe.per_token * (hidden * (at.item + 2 * FLOAT32) + (gates + 1) * moe.ffn / at.yx * at.item)
-    backward_pass = OwnBackward(saved, moved=choice_bytes + at.expert * hidden * (FLOAT32 + at.item))
+    backward_pass = CustomBackward(saved, moved=choice_bytes + at.expert * hidden * (FLOAT32 + at.item))
     return params, (Chain((router, *scores, backward_pass, *weights, *dispatch), result_read=False),)
 
 
@@ -87,7 +87,7 @@ def _matmuls(at: Place, moe: ExpertShape, hidden: int, gates: int, training: Moe
     rows = at.tokens * moe.per_token * at.expert / moe.experts * training.slack
     ffn, number = moe.ffn / at.yx, moe.experts / at.expert
     # `experts.grouped` saves no inner activations, so its backward pass recomputes the matmuls into an expert.
-    into = Multiply(rows, hidden, ffn, number, run_again=not training.drops)
+    into = Multiply(rows, hidden, ffn, number, always_recomputed=not training.drops)
     return (*[into] * gates, Multiply(rows, ffn, hidden, number))
 
 

@@ -24,7 +24,7 @@ def dense_sources(
     return {name: dense for name, dense in pairs.items() if stored.get(dense) == tuple(target_shapes[name][1:])}
 
 
-def biases_left_over(sources: Mapping[str, str], stored: Iterable[str]) -> list[str]:
+def unused_biases(sources: Mapping[str, str], stored: Iterable[str]) -> list[str]:
     """Return the stored biases of the dense layers in `sources`, which experts have no place for."""
     layers = {dense.rpartition(".mlp.")[0] for dense in sources.values()}
     return sorted(name for name in stored if name.endswith(".bias") and name.rpartition(".mlp.")[0] in layers)

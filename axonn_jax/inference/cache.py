@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from axonn_jax.backend.repairs import write_apart
+from axonn_jax.backend.repairs import unfused_write
 
 LayerCache = tuple[jax.Array, ...]
 
@@ -73,7 +73,7 @@ def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache
 
     # With a single slot or head, XLA fuses the write with the product that reads the cache.
     single = 1 in arrays[0].shape[:2]
-    write = write_apart(write_token, places[0] >= 0) if single else write_token
+    write = unfused_write(write_token, places[0] >= 0) if single else write_token
     return tuple(write(array, token) for array, token in zip(arrays, new, strict=True))
 
 

@@ -35,7 +35,7 @@ class _Merge:
         model = self.parts.merge(params)
         for _, layer in nnx.iter_modules(model):
             if isinstance(layer, Linear | Embedding):
-                layer.few = MAX_TOKENS
+                layer.transpose_limit = MAX_TOKENS
             if isinstance(layer, Linear):
                 layer.turned = True
         return model

@@ -34,7 +34,7 @@ from axonn_jax.inference.store import CacheStore, check_memory
 from axonn_jax.inference.weights import floating, load_model, stops_of
 from axonn_jax.models.declared.comparison import differences
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import placed
+from axonn_jax.tensor.params import place_params
 
 SAMPLING = Sampling()
 STEPS, _FOLLOW_STEPS = 16, 64
@@ -159,7 +159,7 @@ class Generator:
             loaded = load_model(model, self.grid, self._dtype)
             if wrong := differences(loaded.shape, self.shape):
                 raise UserError("model", ", ".join(wrong), "a model of the sizes with which the generator was made")
-            self.params = placed(loaded.params, self.programs.parts.specs, self.grid.mesh)
+            self.params = place_params(loaded.params, self.programs.parts.specs, self.grid.mesh)
             self._store.release()
 
     def release(self) -> None:

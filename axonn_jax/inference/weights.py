@@ -19,7 +19,7 @@ from axonn_jax.adapters.merge import merged_weights
 from axonn_jax.adapters.stored import adapters_in
 from axonn_jax.backend.traits import copies_kernels
 from axonn_jax.checkpoint.naming import PARAMS
-from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
+from axonn_jax.checkpoint.restore import check_model, load_weights, resolve_checkpoint
 from axonn_jax.data.tokenize import ends_of, load
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
@@ -217,7 +217,7 @@ def of_run(
     shape = shape or shape_of(run, "RUN_DIR")
     on_grid(shape, grid.shape)
     pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
-    checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "RUN_DIR")
+    checkpoint = None if pretrained else resolve_checkpoint(run, host_sync(grid), warn, "RUN_DIR")
     stored = adapters_in(checkpoint, "RUN_DIR") if checkpoint else None
     if base and not stored:
         raise UserError("base", str(base), f"left out, as {run} is a whole model")

@@ -65,7 +65,7 @@ class LokiAttention(FullAttention):
         rotated = turn(q, extra)
         (first,) = append(arrays[:1], new[:1], seen.newest)
         ranked = products(rotated[..., : self.first], first)
-        mask = self.chosen(ranked, seen)
+        mask = self.select_blocks(ranked, seen)
         # Programs have static shapes: compact to the largest possible number of blocks and mask the surplus.
         places, counts = compacted(mask, self.max_blocks(first.shape[2]))
         ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
@@ -77,7 +77,7 @@ class LokiAttention(FullAttention):
         out, tail_arrays = read(rotated[..., self.first :], blocks, places, new[1:], arrays[1:], seen.newest)
         return out.astype(q.dtype), (first, *tail_arrays)
 
-    def chosen(self, ranked: jax.Array, seen: Seen) -> jax.Array:
+    def select_blocks(self, ranked: jax.Array, seen: Seen) -> jax.Array:
         """Return the mask of blocks to attend to, [slots, kv_heads, group, capacity / block], by scores of all keys."""
         ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
         places = jnp.arange(ranked.shape[-1])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.documents import parse_json, replace_whole
+from axonn_jax.documents import parse_json, write_atomically
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import FullAttention
@@ -152,7 +152,7 @@ def save(components: Components, path: Path, shape: ModelShape, weights: Sequenc
 
     facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
     arrays = {name: getattr(components, name) for name in ("vectors", "means", "variances")}
-    replace_whole(path, bytes_of(arrays, {**facts, "tokens": str(components.tokens), "keys": keys}))
+    write_atomically(path, bytes_of(arrays, {**facts, "tokens": str(components.tokens), "keys": keys}))
 
 
 def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import all_reduce, assume_replicated, live, mark_varying
 from axonn_jax.tensor.specs import spec_axes
@@ -74,7 +74,7 @@ def in_buckets(
         first, *tail = map(pack, bucket)
         # Without this dependence XLA concatenates all buckets first, which is a second copy of all gradients.
         if in_turn and len(results) >= 2:
-            first = after(first, results[-2])
+            first = depend_on(first, results[-2])
         packed = [first, *tail]
         results.append(send(jnp.concatenate(packed, axis=-1), bucket[0]))
         start = 0

@@ -32,7 +32,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 @dataclass(frozen=True)
 class LazyArray(ABC):
-    """Array of the state that is stored as other arrays, its `parts`, and assembled by `joined`."""
+    """Array of the state that is stored as other arrays, its `parts`, and assembled by `materialize`."""
 
     parts: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class LazyArray(ABC):
         return prod(self.shape) * self.dtype.itemsize
 
     @abstractmethod
-    def joined(self) -> jax.Array:
+    def materialize(self) -> jax.Array:
         """Assemble the array; always a copy."""
 
     def delete(self) -> None:
@@ -64,7 +64,7 @@ class CutArray(LazyArray):
 
     dim: int
 
-    def joined(self) -> jax.Array:
+    def materialize(self) -> jax.Array:
         """Concatenate the parts on the host; always a copy."""
         # Shard by shard: the parts' global arrays interleave along `dim` if it is sharded.
         shards = zip(*(part.addressable_shards for part in self.parts), strict=True)
@@ -86,10 +86,10 @@ class PrunedArray(LazyArray):
         """Dtype of the values; uint8 for a mask."""
         return super().dtype if self.parts else np.dtype(np.uint8)
 
-    def joined(self) -> jax.Array:
+    def materialize(self) -> jax.Array:
         """Assemble the dense array, with zeros for pruned entries."""
-        index = joined(self.index)
-        values = joined(self.parts[0]) if self.parts else jnp.ones_like(index, jnp.uint8)
+        index = materialize(self.index)
+        values = materialize(self.parts[0]) if self.parts else jnp.ones_like(index, jnp.uint8)
         return self.layout.expanded(self.name, values, index)
 
 
@@ -120,14 +120,14 @@ class LayerSlice(LazyArray):
         shards = self.parts[0].addressable_shards
         return [HostShard(shard.index[1:], shard.device, np.asarray(shard.data)[self.layer]) for shard in shards]
 
-    def joined(self) -> jax.Array:
+    def materialize(self) -> jax.Array:
         """Assemble the layer's array; always a copy."""
         # The index is an operand, so that all layers share a program.
         return _layer_slice(self.parts[0], np.int32(self.layer), self.sharding)
 
     def on_host(self) -> jax.Array:
         """Return a copy in host memory; temporary device memory is free again on return."""
-        copy = self.joined()
+        copy = self.materialize()
         (host_copy,) = jax.block_until_ready(transferred([copy], HOST))
         copy.delete()
         return host_copy
@@ -146,14 +146,14 @@ def _layer_slice(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) 
     return lax.with_sharding_constraint(lax.dynamic_index_in_dim(stacked, layer, keepdims=False), sharding)
 
 
-def joined(tree: Any) -> Any:
+def materialize(tree: Any) -> Any:
     """Return a tree with every `LazyArray` assembled."""
-    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, LazyArray) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.materialize() if isinstance(leaf, LazyArray) else leaf, tree)
 
 
 def on_device(leaf: Any) -> jax.Array:
     """Return a leaf of the state as an array in device memory, assembled or copied if necessary."""
-    array: jax.Array = joined(leaf)
+    array: jax.Array = materialize(leaf)
     return transferred(array, "device") if array.sharding.memory_kind == HOST else array  # type: ignore[no-any-return]
 
 

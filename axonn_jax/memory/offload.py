@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.distributed.gpu_limits import check_pinned
 from axonn_jax.memory.buckets import fitting
-from axonn_jax.memory.host_arrays import HOST, CutArray, cut, joined, on_host, settle, stays, stream, transferred
+from axonn_jax.memory.host_arrays import HOST, CutArray, cut, materialize, on_host, settle, stays, stream, transferred
 from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm, plan_updates
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
@@ -119,10 +119,10 @@ class OffloadedOptimizer:
                         value.delete()
         return self._state({name: weights[name] for name in self._shapes}, states, self._empty(extra))
 
-    def after(
+    def apply_update(
         self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
     ) -> tuple[ModelState, jax.Array]:
-        """Return the state after an update, as `DeviceOptimizer.after` does, and an array that is ready once it ran.
+        """Return the updated state, as `DeviceOptimizer.apply_update` does, and an array that is ready once it ran.
 
         Donates `model`. Moves every byte of state on the host to the device and back. Collectives: with ZeRO, an
         all-gather of the new weights over `data` per bucket, `(G-1)/G * itemsize * elements` bytes per device; if the
@@ -165,7 +165,7 @@ class OffloadedOptimizer:
 
     def program(self, state: ModelState) -> Apply:
         """Return the update as a function; not one compiled program, since the host has to wait for device memory."""
-        return lambda state, grads, factor, value: self.after(state, grads, factor, value, np.bool_(True))
+        return lambda state, grads, factor, value: self.apply_update(state, grads, factor, value, np.bool_(True))
 
     def restored(
         self,
@@ -182,7 +182,7 @@ class OffloadedOptimizer:
         weights = {}
         # One at a time: joining a cut array makes a full float32 copy, which is freed again after the cast.
         for name, value in masters.items():
-            weight = jax.device_put(joined(value), NamedSharding(self.mesh, self._on_devices.specs[name]))
+            weight = jax.device_put(materialize(value), NamedSharding(self.mesh, self._on_devices.specs[name]))
             weights[name] = weight.astype(self._precisions.weights_of(name))
         leaves = tree_leaves_with_path((masters if self._precisions.master_weights else {}, optimizer))
         pieces = {path: self._parts(path, leaf, owned) for path, leaf in leaves}  # a `CutArray` is a leaf

@@ -68,7 +68,7 @@ class DeviceOptimizer:
             jax.tree.map(lambda p: p.delete(), params)
         return state  # type: ignore[no-any-return]
 
-    def after(
+    def apply_update(
         self, state: ModelState, grads: Params, factor: jax.Array, value: jax.Array, finite: jax.Array | None = None
     ) -> ModelState:
         """Return the state after an update in float32 with `factor` times the gradients; call it under `jax.jit`.
@@ -108,7 +108,7 @@ class DeviceOptimizer:
         def apply(
             state: ModelState, grads: Params, factor: jax.Array, value: jax.Array
         ) -> tuple[ModelState, jax.Array]:
-            return self.after(state, grads, factor, value), jnp.zeros((), jnp.int32)
+            return self.apply_update(state, grads, factor, value), jnp.zeros((), jnp.int32)
 
         # With separate masters the old weights are never read; `keep_unused` lets the new ones reuse their memory.
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)

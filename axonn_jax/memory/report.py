@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
 
 from axonn_jax.backend.traits import computes_on_cores
-from axonn_jax.documents import replace_whole
+from axonn_jax.documents import write_atomically
 from axonn_jax.errors import UserError
 from axonn_jax.memory.host_arrays import HOST, has_host_memory
 from axonn_jax.memory.optimizer_traits import owner
@@ -197,7 +197,7 @@ def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: 
 def write(reports: Mapping[int, Any], directory: Path, say: Callable[[str], None]) -> None:
     """Write the reports of a run's stages to memory.json in `directory`, and print the first one's lines."""
     try:
-        replace_whole(directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
+        write_atomically(directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
     except OSError as error:  # a report is not worth ending a run for
         say(f"warning: memory.json could not be written: {error.strerror or error}")
     for line in lines(next(iter(reports.values()))):

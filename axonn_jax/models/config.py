@@ -8,7 +8,7 @@ from typing import Annotated
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
-from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.models.declared.transformer import describe_single_device
 from axonn_jax.ops.costs import forward_flops, matmul_flops, parameters
 from axonn_jax.options import (
     DERIVED,
@@ -196,11 +196,11 @@ class ModelShape(Settings):
         over_y, over_yz = gcd(self.kv_heads, self.ffn, experts), gcd(attended, self.ffn, experts)
         over_z = gcd(over_yz, self.seq_len if self.positions == "learned" else 0)
         over_xz = gcd(self.hidden, experts, over_z if z > 1 else 0)
-        divides("model.hidden", self.hidden, x * z, "x*z", axis="x*z", whole=over_xz)
-        divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", whole=over_y)
-        divides("model.heads", self.heads, y, "y", axis="grid.y", whole=over_y)
-        divides("heads * head_dim (model.hidden)", attended, y * z, "y*z", axis="y*z", whole=over_yz)
-        divides("model.ffn", self.ffn, y * z, "y*z", axis="y*z", whole=over_yz)
+        divides("model.hidden", self.hidden, x * z, "x*z", axis="x*z", common_size=over_xz)
+        divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", common_size=over_y)
+        divides("model.heads", self.heads, y, "y", axis="grid.y", common_size=over_y)
+        divides("heads * head_dim (model.hidden)", attended, y * z, "y*z", axis="y*z", common_size=over_yz)
+        divides("model.ffn", self.ffn, y * z, "y*z", axis="y*z", common_size=over_yz)
         if self.positions == "learned":
             divides("model.seq_len", self.seq_len, z, "z")
         if sequence_split:
@@ -261,7 +261,7 @@ class ModelShape(Settings):
             active: True to count only as many of a layer's routed experts as a token chooses.
         """
         total = 0
-        for layer in describe_alone(self):
+        for layer in describe_single_device(self):
             routed = sum(p.elements for p in layer.params if "expert" in p.axes)
             total += layer.count * parameters(layer)
             if active and self.moe is not None:
@@ -289,7 +289,7 @@ class ModelShape(Settings):
     def _forward_flops(self) -> tuple[int, int, int]:
         # Of one sequence: FLOPs of the blocks, of everything else, and of the matmuls with weights in both.
         flops, matmuls = {True: 0, False: 0}, 0
-        for layer in describe_alone(self):
+        for layer in describe_single_device(self):
             flops[layer.in_block] += layer.count * round(forward_flops(layer, self.seq_len))
             matmuls += layer.count * round(matmul_flops(layer))
         return flops[True], flops[False], matmuls

@@ -16,9 +16,10 @@ from axonn_jax.tensor.attention import Documents
 from axonn_jax.tensor.collectives import mark_varying
 
 # Everything about a row is encoded in one int32 array, so that a batch stays a single array whatever reads it. An
-# unpacked row holds token ids; negative ids and ids with the bit `LEFT_OUT` do not count as targets. A packed row holds
-# words: the low 24 bits are the token's id, bit 30 marks a counted target, bit 31 the first token of a document.
-LEFT_OUT = 1 << 29
+# unpacked row holds token ids; negative ids and ids with the bit `IGNORED_TARGET` do not count as targets. A packed
+# row holds words: the low 24 bits are the token's id, bit 30 marks a counted target, bit 31 the first token of a
+# document.
+IGNORED_TARGET = 1 << 29
 """Bit of an id that is an input but not a counted target."""
 _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
 _NO_TARGET = -1
@@ -90,14 +91,14 @@ def counted_targets(batch: Any, *, packed: bool) -> Any:
     whose predecessor belongs to another document.
     """
     targets = batch[..., 1:]
-    return (targets >= 0) & ((targets & _COUNTED != 0) if packed else (targets & LEFT_OUT == 0))
+    return (targets >= 0) & ((targets & _COUNTED != 0) if packed else (targets & IGNORED_TARGET == 0))
 
 
 def readable(batch: jax.Array) -> jax.Array:
     """Return the ids of a batch [rows, seq + 1], with 0 for negative ids and in rows without targets."""
     # No result may depend on rows without targets, and no lookup or loss may see an invalid id.
     counts = jnp.any(counted_targets(batch, packed=False), axis=1, keepdims=True)
-    return jnp.where(counts, jnp.maximum(batch & ~LEFT_OUT, 0), 0)
+    return jnp.where(counts, jnp.maximum(batch & ~IGNORED_TARGET, 0), 0)
 
 
 def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +113,7 @@ def target_weights(batch: jax.Array, vocab: int | None, *, packed: bool) -> jax.
     Counted targets have weight 1, or NaN in a row with an id beyond the vocabulary `vocab` (None: unbounded).
     """
     # NaN makes the loss NaN on every grid, whatever the layers compute from such an id.
-    ids = token_ids(batch) if packed else batch & ~LEFT_OUT
+    ids = token_ids(batch) if packed else batch & ~IGNORED_TARGET
     in_vocabulary = jnp.bool_(True) if vocab is None else jnp.all(ids < vocab, axis=1, keepdims=True)
     counts = counted_targets(batch, packed=packed)
     return jnp.where(counts, jnp.where(in_vocabulary, 1.0, jnp.nan), 0.0).astype(jnp.float32)
@@ -153,7 +154,7 @@ def leave_out(words: np.ndarray, which: np.ndarray, *, packed: bool) -> np.ndarr
     """Return rows [batch, seq + 1] in which tokens selected by the mask `which` stay inputs but are not targets."""
     if packed:
         return np.where(which, words & ~np.int32(_COUNTED), words)
-    return np.where(which & (words >= 0), words | np.int32(LEFT_OUT), words)
+    return np.where(which & (words >= 0), words | np.int32(IGNORED_TARGET), words)
 
 
 def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml
-from axonn_jax.errors import NOT_GIVEN, UserError, nearest, typed_arguments
+from axonn_jax.errors import UNSET, UserError, nearest, typed_arguments
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import AttentionKernel, Settings, typed
 
@@ -79,7 +79,7 @@ class ModelConfig(Settings):
     table = "model"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """Fields of `ModelShape` that the user has set."""
         sizes = {f.name: getattr(self, f.name) for f in fields(ModelShape)}
         return {name: value for name, value in sizes.items() if value is not None}
@@ -93,7 +93,7 @@ class ModelConfig(Settings):
         Raises:
             UserError: The preset is unknown, a required field is missing, or a size is invalid.
         """
-        sizes = self.given
+        sizes = self.overrides
         if self.preset is not None:
             base = preset(self.preset)
             # Derived sizes of the preset stay derived: with more heads, multi-head attention stays multi-head.
@@ -108,10 +108,10 @@ class ModelConfig(Settings):
         missing = [name for name in required if name not in sizes]
         if len(missing) >= 4:
             accepted = f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len"
-            raise UserError("model.preset", NOT_GIVEN, accepted)
+            raise UserError("model.preset", UNSET, accepted)
         if missing:
             names = ", ".join(f"model.{name}" for name in missing)
-            raise UserError(names, NOT_GIVEN, "required where model.preset is left out; an integer of at least 1")
+            raise UserError(names, UNSET, "required where model.preset is left out; an integer of at least 1")
         sizes.setdefault("kv_heads", sizes["heads"])
         sizes.setdefault("ffn", 4 * sizes["hidden"])
         return _without_unused(ModelShape(**sizes), sizes)

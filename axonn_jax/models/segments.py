@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import alone, describe_alone, halves
+from axonn_jax.models.declared.transformer import describe_single_device, halves, single_device_place
 from axonn_jax.ops.costs import forward_flops, parameters
-from axonn_jax.ops.language import Layer, joined
+from axonn_jax.ops.language import Layer, merge_parts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
     FLOPs count full rather than causal attention, as in published formulas, no table lookups, and of the experts only
     those that a token chooses. A tied table counts as parameters of the embedding.
     """
-    first, *_, last = describe_alone(shape)
+    first, *_, last = describe_single_device(shape)
 
     def segment(name: str, of: Layer, layer: str = "", alike: str = "") -> Segment:
         return Segment(name, round(forward_flops(of, shape.seq_len)), parameters(of), layer, alike)
@@ -46,7 +46,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
     segments = [segment("embedding", first)]
     for block in range(shape.layers):
         layer, routed = f"blocks.{block}", shape.experts_of(block) is not None
-        attention, second = (joined([part]) for part in halves(shape, block, alone(shape)))
+        attention, second = (merge_parts([part]) for part in halves(shape, block, single_device_place(shape)))
         rule = shape.attention_rule(block)
         segments.append(segment(f"{layer}.attention", attention, layer, f"attention with {rule}"))
         segments.append(segment(f"{layer}.mlp", second, layer, "experts" if routed else "mlp"))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.segments import check_repeats
@@ -85,7 +85,7 @@ def _in_turn(params: Any, carry: Any) -> Any:
 
 def _backward(_: None, grads: Any) -> Any:
     params, carry = grads
-    return params, jax.tree.map(lambda grad: reduce(after, jax.tree.leaves(params), grad), carry)
+    return params, jax.tree.map(lambda grad: reduce(depend_on, jax.tree.leaves(params), grad), carry)
 
 
 _in_turn.defvjp(lambda params, carry: ((params, carry), None), _backward)
@@ -99,7 +99,7 @@ class Stack:
     """Parts in the form that programs use, with stacked layers."""
     per_layer: SplitModule
     """Parts in the form that users, checkpoints and optimizers see, with separate layers."""
-    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layer_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Per-layer names, in order, of every stacked parameter; empty if nothing is stacked."""
 
     def join(self, params: Mapping[str, jax.Array], mesh: Mesh, *, used_up: bool = False) -> Params:
@@ -112,11 +112,11 @@ class Stack:
         """
         stacked: Params = {}
         for name, spec in self.parts.specs.items():
-            names = self.own.get(name, (name,))
+            names = self.layer_names.get(name, (name,))
             if names[0] not in params:
                 continue
             layers = [params[layer] for layer in names]
-            if name not in self.own:
+            if name not in self.layer_names:
                 stacked[name] = layers[0]
                 continue
             stacked[name] = join_layers(layers, NamedSharding(mesh, spec), used_up=used_up)
@@ -177,14 +177,14 @@ def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, names: Sequence[str
 
 def join_layers(layers: Sequence[jax.Array], sharding: NamedSharding, *, used_up: bool) -> jax.Array:
     """Stack the arrays of one parameter over all layers; `used_up` deletes the separate arrays."""
-    stacked = _joined(layers, sharding)
+    stacked = _stack_arrays(layers, sharding)
     for layer in layers if used_up else ():
         layer.delete()
     return stacked
 
 
 @partial(jax.jit, static_argnames="sharding")
-def _joined(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+def _stack_arrays(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
 
 

@@ -21,7 +21,7 @@ from axonn_jax.models.rope import amplitude, frequencies
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
+from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Rotation, State, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence
 from axonn_jax.tensor.elementwise import DropoutKey, activated, capped, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -125,7 +125,7 @@ class Block(nnx.Module):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._branch(self.attention(self.attention_norm(x), documents, key), key, 0)
 
-    def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
+    def attend_by(self, attend: Attend[State], x: jax.Array, by: Angles | None) -> tuple[jax.Array, State]:
         """Run the first half with the attention function `attend`; return the output and the function's state."""
         attended, state = attend(*self.attention.project(self.attention_norm(x), by), self.attention.rule)
         return x + self._branch(self.attention.merge(attended), None, 0), state

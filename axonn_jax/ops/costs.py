@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from axonn_jax.ops.language import FLOAT32, Attend, Axes, Collective, Kind, Layer, Multiply, Op, OwnBackward, Read
+from axonn_jax.ops.language import FLOAT32, Attend, Axes, Collective, CustomBackward, Kind, Layer, Multiply, Op, Read
 from axonn_jax.options import Activations, ReshardAfter
 
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -115,7 +115,7 @@ def matmul_flops(layer: Layer) -> float:
     return sum(2.0 * op.number * op.tokens * op.inner * op.columns for op in multiplied)
 
 
-def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
+def saved_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
     """Return the bytes per token that a layer saves for the backward pass.
 
     The policy `none` saves what gradients read and `full` only the layer's input; in addition to the input, `dots`
@@ -131,7 +131,7 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
     """
     total = 0.0 if policy == "none" else entry
     for chain in layer.chains:
-        if saved := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, OwnBackward)]:
+        if saved := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, CustomBackward)]:
             # A custom backward pass decides itself what the chain saves, so its operations do not count again.
             total += sum(saved)
             continue

@@ -79,7 +79,7 @@ class Multiply(NamedTuple):
     """True if the preceding matmul reads the same input."""
     stored_inner: float | None = None
     """Features of the input that are saved, if the backward pass gathers the remaining ones; None for `inner`."""
-    run_again: bool = False
+    always_recomputed: bool = False
     """True if the backward pass recomputes the matmul under every activation policy."""
     trained: bool = True
     """False if the weight is frozen: no gradient reads the input."""
@@ -128,7 +128,7 @@ class Add(NamedTuple):
     """Bytes of memory traffic per token in the forward pass."""
 
 
-class OwnBackward(NamedTuple):
+class CustomBackward(NamedTuple):
     """Marks a chain with a custom backward pass (`jax.custom_vjp`), with the bytes that the chain saves."""
 
     by_policy: Mapping[str, float]
@@ -137,7 +137,7 @@ class OwnBackward(NamedTuple):
     """Bytes of memory traffic per token in the forward pass."""
 
 
-Op = Collective | Multiply | Read | Attend | Add | OwnBackward
+Op = Collective | Multiply | Read | Attend | Add | CustomBackward
 
 
 class Chain(NamedTuple):
@@ -171,7 +171,7 @@ Part = tuple[tuple[Param, ...], tuple[Chain, ...]]
 """Parameters and chains of part of a layer."""
 
 
-def joined(parts: Iterable[Part], count: int = 1) -> Layer:
+def merge_parts(parts: Iterable[Part], count: int = 1) -> Layer:
     """Combine parts into a layer that occurs `count` times in the model."""
     params: list[Param] = []
     chains: list[Chain] = []

@@ -227,7 +227,7 @@ class CompiledPipeline:
     def find_room(self, processes: int) -> None:
         """Compute `room` on the first call: the microbatches that fit in half of each device's unused memory."""
         for pp_rank, rank in self.ranks.items() if not self.room else ():
-            microbatch_bytes = sum(stage.bytes_kept() for stage in rank.stages.values())
+            microbatch_bytes = sum(stage.residual_bytes() for stage in rank.stages.values())
             inputs = [stage.x for stage in rank.stages.values()]
             microbatch_bytes += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
             self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, microbatch_bytes))

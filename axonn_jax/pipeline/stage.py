@@ -135,10 +135,10 @@ class Stage:
             arrived = ran.value
         return ran
 
-    def bytes_kept(self) -> int:
+    def residual_bytes(self) -> int:
         """Return the bytes a microbatch holds from forward to backward, excluding `x`, on all devices of the stage."""
         boundaries = [member.programs.stretch.x for member in self._members[1:]]
-        total = sum(member.programs.chain.bytes_kept() for member in self._members)
+        total = sum(member.programs.chain.residual_bytes() for member in self._members)
         return total + sum(x.size * x.dtype.itemsize for x in boundaries if x is not None)
 
     def _order(self, name: str) -> list[tuple[int, str]]:

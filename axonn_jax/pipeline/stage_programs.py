@@ -32,7 +32,7 @@ class _StageProgram(NamedTuple):
     """Positions of the program's inputs among the flat arguments of the traced function."""
     residual_inputs: list[tuple[int, int]]
     """Values from earlier programs, as (program, position among its residuals)."""
-    later: set[tuple[int, int]]
+    live: set[tuple[int, int]]
     """Residuals that exist so far and that a subsequent program still reads."""
     reads: frozenset[str]
     """Names of inputs that subsequent programs read."""
@@ -60,16 +60,16 @@ class StagePrograms:
         # The activation policy limits what a separate forward saves. In "FI" and "FB" the backward follows at once.
         keep = {"keep": keeps(stretch.work.activations)} if "F" in goals else {}
         self._parts = cut(traced.closed, list(goals.values()), free, **keep)
-        self._handed = [[boundary_struct(var.aval, stretch.mesh) for var in part.residuals] for part in self._parts]
+        self._residuals = [[boundary_struct(var.aval, stretch.mesh) for var in part.residuals] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}
         sequences = {name: (name,) for name in goals} | dict(combined or {})
         self._programs = {
             name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in sequences.items()
         }
 
-    def bytes_kept(self) -> int:
+    def residual_bytes(self) -> int:
         """Return the bytes of the first program's residuals, over all devices of the stage."""
-        return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
+        return sum(s.size * s.dtype.itemsize for s in self._residuals[0] if not _is_key(s))
 
     def reads(self, name: str) -> frozenset[str]:
         """Return the names of inputs that the programs after `name` read."""
@@ -97,7 +97,7 @@ class StagePrograms:
         residuals.append(new_residuals)
         for source, values in enumerate(residuals):
             for position in range(len(values)):
-                if (source, position) not in program.later:
+                if (source, position) not in program.live:
                     values[position] = None
         results = dict(zip(program.heads, heads, strict=True))
         loss = results.pop(0, None) if self._stretch.last else None
@@ -110,7 +110,7 @@ class StagePrograms:
         sources = list(dict.fromkeys(pair for part in parts for pair in part.residual_inputs if pair[0] not in numbers))
         adds = any(i in gradients for part in parts for i in part.outputs)
         inputs = [structs[i] for i in positions]
-        residual_inputs = [self._handed[source][position] for source, position in sources]
+        residual_inputs = [self._residuals[source][position] for source, position in sources]
         sums = dict(self._sums) if adds else {}
         loss = self._stretch.last
 
@@ -135,15 +135,15 @@ class StagePrograms:
         arguments = (inputs, residual_inputs, sums)
         head_positions = [i for part in parts for i in part.outputs if i not in gradients]
         heads = [self._head(i) for i in head_positions]
-        outputs = (heads, self._handed[numbers[-1]], sums, done)
+        outputs = (heads, self._residuals[numbers[-1]], sums, done)
         specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
         run = shard_mapped(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
         traced = jax.jit(run, donate_argnums=2, out_shardings=shardings).trace(*arguments)
         subsequent = self._parts[numbers[-1] + 1 :]
-        later = {pair for part in subsequent for pair in part.residual_inputs if pair[0] <= numbers[-1]}
+        live = {pair for part in subsequent for pair in part.residual_inputs if pair[0] <= numbers[-1]}
         reads = frozenset(self._traced.names[i] for part in subsequent for i in part.inputs)
-        return _StageProgram(compile_traced(traced), positions, sources, later, reads, adds, head_positions)
+        return _StageProgram(compile_traced(traced), positions, sources, live, reads, adds, head_positions)
 
     def _head(self, position: int) -> jax.ShapeDtypeStruct:
         if position == 0 and self._stretch.last:

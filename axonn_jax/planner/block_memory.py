@@ -15,8 +15,8 @@ from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import halves
-from axonn_jax.ops.costs import kept_bytes, operations
-from axonn_jax.ops.language import FLOAT32, Attend, joined
+from axonn_jax.ops.costs import operations, saved_bytes
+from axonn_jax.ops.language import FLOAT32, Attend, merge_parts
 from axonn_jax.ops.layers import Place
 from axonn_jax.options import Activations, AttentionKernel
 
@@ -27,7 +27,7 @@ class BlockBytes:
 
     entry: float
     """Input of the block."""
-    kept: float
+    saved: float
     """Bytes from forward to backward, on the device; the input is part of it."""
     working: float
     """Additional bytes while the backward pass runs."""
@@ -84,14 +84,14 @@ def block_activations(
         lora: Adapters, which alone are trained if there are any.
     """
     at = Place(expert, 1, y, x, shape.seq_len, item, comm.sequence_split)
-    block = adapted(joined(halves(shape, layer, at, comm, training, attention=attention)), shape, lora, layer)
+    block = adapted(merge_parts(halves(shape, layer, at, comm, training, attention=attention)), shape, lora, layer)
     split = comm.sequence_split and y > 1
     stream = shape.hidden / x
     part = stream / y if split else stream
     entry = part * item
 
     def saved(setting: str) -> float:
-        return kept_bytes(block, setting, at.tokens, item, {"expert": expert, "z": 1, "y": y, "x": x}, entry)
+        return saved_bytes(block, setting, at.tokens, item, {"expert": expert, "z": 1, "y": y, "x": x}, entry)
 
     moe = shape.moe
     if moe is not None and moe.is_routed(layer):

@@ -71,9 +71,9 @@ def device_state(
     precision: Precision,
     *,
     moment: float = ADAM,
-    kept: float | None = None,
+    unpruned: float | None = None,
     gradient_item: int = FLOAT32,
-    apart: bool = False,
+    separate_masters: bool = False,
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
@@ -94,25 +94,30 @@ def device_state(
         offload: True if master weights and optimizer state are on the host.
         replicas: Devices that share master weights and optimizer state (ZeRO-1); 1 if none do.
     """
-    trained, apart = params if kept is None else kept, apart or offload or replicas > 1 or kept is not None
-    master, moments = _optimizer(trained / replicas, precision if kept is None else "bf16", moment, apart)
+    trained, separate_masters = (
+        params if unpruned is None else unpruned,
+        separate_masters or offload or replicas > 1 or unpruned is not None,
+    )
+    master, moments = _optimizer(
+        trained / replicas, precision if unpruned is None else "bf16", moment, separate_masters
+    )
     return ParamBytes(
-        weights=params * (itemsize(precision) if apart else FLOAT32),
+        weights=params * (itemsize(precision) if separate_masters else FLOAT32),
         gradients=trained * gradient_item,
         master=0.0 if offload else master,
         moments=0.0 if offload else moments,
-        positions=0.0 if kept is None else kept * FLOAT32,
+        positions=0.0 if unpruned is None else unpruned * FLOAT32,
     )
 
 
 def host_state(params: float, precision: Precision, replicas: int = 1, moment: float = ADAM) -> float:
     """Return the bytes of `params` parameters' offloaded state: the optimizer's and half-precision weights' masters."""
-    return sum(_optimizer(params / replicas, precision, moment, apart=True))
+    return sum(_optimizer(params / replicas, precision, moment, separate_masters=True))
 
 
-def _optimizer(params: float, precision: Precision, moment: float, apart: bool) -> tuple[float, float]:
+def _optimizer(params: float, precision: Precision, moment: float, separate_masters: bool) -> tuple[float, float]:
     """Return the bytes of master weights and of the optimizer's state."""
-    return (params * FLOAT32 if apart and precision != "fp32" else 0.0), params * moment
+    return (params * FLOAT32 if separate_masters and precision != "fp32" else 0.0), params * moment
 
 
 def streamed_state(bucket: float, precision: Precision, moment: float = ADAM) -> float:

@@ -171,7 +171,7 @@ class MemoryModel:
         scores = formulas.scores_bytes(self._kernel, self.request.machine.device.platform, heads, shape.seq_len)
         scores = max(0.0, scores - tokens * block.spare)
         if grid.pipe == 1:
-            saved = load.blocks * block.kept
+            saved = load.blocks * block.saved
             return tokens * saved, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(candidate, load.rank), candidate.virtual_stages
         # (stage, microbatch) pairs whose only pending task is the weight gradient.
@@ -185,12 +185,12 @@ class MemoryModel:
         entering = inputs * block.entry
         host, working = (live * entering if block.host else 0.0), block.working
         if candidate.activations == "none":
-            per_microbatch = load.blocks * (block.kept - block.shown)
+            per_microbatch = load.blocks * (block.saved - block.shown)
             saved = live * per_microbatch + (live - 1.0) * handed * (self._item if late and stages == 1 else FLOAT32)
             working += block.shown
             working += together * block.released if late and entering else 0.0
         else:
-            per_microbatch = load.blocks * max(0.0, block.kept - block.entry) + entering - host / live
+            per_microbatch = load.blocks * max(0.0, block.saved - block.entry) + entering - host / live
             saved = live * per_microbatch
             working += (together - 1.0) * block.recomputed
         if late:

@@ -6,7 +6,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from axonn_jax.adapters.declare import describe_alone
+from axonn_jax.adapters.declare import describe_single_device
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.ops.language import Param
@@ -55,7 +55,7 @@ class Ranks:
     def __init__(self, request: PlanRequest):
         shape = request.shape
         self.request = request
-        self.first, *blocks, self.last = describe_alone(shape, request.lora)
+        self.first, *blocks, self.last = describe_single_device(shape, request.lora)
         self.block_flops = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in blocks) / shape.layers
         every_param = [(layer.count, param) for layer in blocks for param in layer.params]
         self.adapters = [(count / shape.layers, param) for count, param in every_param if param.partial]
@@ -152,10 +152,10 @@ class Ranks:
             groups.append((experts, of_routed, of_experts, items[1]))
         device = [
             formulas.device_state(
-                params, precision, kept=kept, gradient_item=gradient_item, offload=offload, replicas=replicas,
-                moment=moment, apart=(bool(zero) and grid.replicas > 1) or density < 1.0,
+                params, precision, unpruned=unpruned, gradient_item=gradient_item, offload=offload, replicas=replicas,
+                moment=moment, separate_masters=(bool(zero) and grid.replicas > 1) or density < 1.0,
             )
-            for params, kept, replicas, moment in groups
+            for params, unpruned, replicas, moment in groups
         ]  # fmt: skip
         dense, experts = trained, of_routed
         parts = [(dense, of_dense, items[0]), (experts, of_experts, items[1])]

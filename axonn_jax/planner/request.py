@@ -56,7 +56,7 @@ def select_attention_form(
     """
     if not device.platform:
         return AttentionForm("blocked", "the machine file does not say device.platform")
-    traits = AttentionDevice(device.platform, alone=False)
+    traits = AttentionDevice(device.platform, single_device=False)
     if device.platform == "cuda":
         major, minor = str(float(device.capability)).split(".")
         traits = AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)

@@ -37,7 +37,7 @@ class PruneConfig(Settings):
         return self.density < 1.0 or self.method == "file"
 
     @property
-    def later(self) -> bool:
+    def starts_dense(self) -> bool:
         """True if the run starts with dense training."""
         return self.prunes and (self.at_step > 0 or self.method == "early_bird")
 

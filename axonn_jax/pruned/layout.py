@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.pruned.masks import counting, rounds
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
-from axonn_jax.tensor.weight_gather import PrunedWeight, taken
+from axonn_jax.tensor.weight_gather import PrunedWeight, gather_entries
 
 _MOST = 2**31  # entries of a device's shard that an int32 index can address
 
@@ -43,7 +43,7 @@ class PrunedLayout:
     """True if dense and compressed arrays have a leading, unsharded dim of layers."""
 
     @property
-    def kept(self) -> int:
+    def trained_count(self) -> int:
         """Number of trained entries over all parameters and devices."""
         return sum(self.counts.values())
 
@@ -83,7 +83,7 @@ class PrunedLayout:
 
     def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
         """Return the kept values of a global dense array; no collectives."""
-        return self._run(taken, name)(dense, index)  # type: ignore[no-any-return]
+        return self._run(gather_entries, name)(dense, index)  # type: ignore[no-any-return]
 
     def expanded(self, name: str, values: jax.Array, index: jax.Array) -> jax.Array:
         """Return the global dense array of values, with zeros elsewhere; no collectives."""
@@ -112,10 +112,10 @@ class PrunedLayout:
         """Return the global values of the weights' kept entries; inside a traced program; no collectives."""
 
         def local(weights: dict[str, PrunedWeight]) -> Params:
-            return {name: taken(weight.dense, weight.index) for name, weight in weights.items()}
+            return {name: gather_entries(weight.dense, weight.index) for name, weight in weights.items()}
 
         specs = {name: self.specs[name] for name in weights}
-        region = shard_mapped(local, self.mesh, (specs,), specs, differentiated=False, among_others=True)
+        region = shard_mapped(local, self.mesh, (specs,), specs, differentiated=False, keep_mesh=True)
         return region(weights)  # type: ignore[no-any-return]
 
     def extra(self, weights: Mapping[str, Any]) -> Params:

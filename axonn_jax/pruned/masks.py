@@ -40,12 +40,14 @@ def magnitude_masks(weights: Mapping[str, jax.Array], density: float, scope: Pru
     Collectives: about 31 all-reduces of one number per parameter, and as many again if ties have to be split.
     """
     if scope == "global":
-        return _largest_of_all(weights, kept(sum(weight.size for weight in weights.values()), density))
+        return _largest_of_all(weights, keep_count(sum(weight.size for weight in weights.values()), density))
     masks: dict[str, jax.Array] = {}
     for names in rounds(weights):
         arrays = [weights[name] for name in names]
         masks |= zip(
-            names, _ready(_largest(arrays, np.array([kept(weight.size, density) for weight in arrays]))), strict=True
+            names,
+            _ready(_largest(arrays, np.array([keep_count(weight.size, density) for weight in arrays]))),
+            strict=True,
         )
     return masks
 
@@ -71,7 +73,7 @@ def random_masks(
     return magnitude_masks(drawn, density, scope) if scope == "global" else masks
 
 
-def kept(entries: int, density: float) -> int:
+def keep_count(entries: int, density: float) -> int:
     """Return how many of `entries` a density keeps, at least one."""
     return max(1, round(entries * density))
 

@@ -87,7 +87,7 @@ class Pruner:
         """Return masks of the entries of dense weights to keep; see `make_masks`."""
         return make_masks(self._config, {name: weights[name] for name in self.names}, self._prunable)
 
-    def chosen(self, masks: Params) -> KeptEntries:
+    def select(self, masks: Params) -> KeptEntries:
         """Lay out the entries that masks keep; collectives: those of `lay_out`."""
         # Round slots up so that ZeRO can split optimizer state evenly over replicas.
         specs, multiple = {name: self._specs[name] for name in masks}, size_over(self._mesh, REPLICA_AXES)

@@ -49,7 +49,7 @@ class ParamStore(Generic[PlanT]):
     """Weights, master weights and optimizer state of the parameters on one mesh.
 
     Everything outside the compiled programs sees dense, unstacked arrays under per-layer names. An array stored in any
-    other form is exposed as a `memory.host_arrays.LazyArray`, which `joined` materializes.
+    other form is exposed as a `memory.host_arrays.LazyArray`, which `materialize` assembles.
 
     Args:
         params: Float32 parameters on the mesh, under per-layer names. With adapters, the base weights are frozen.
@@ -75,7 +75,7 @@ class ParamStore(Generic[PlanT]):
         self._optimizer, self._build, self._chooser = optimizer, build, chooser
         selection: KeptEntries | None = None
         if chooser is not None and formed:
-            selection = chooser.chosen(chooser.masks(params))
+            selection = chooser.select(chooser.masks(params))
             params = selection.compressed(params, used_up=owned)
         self._begin(selection)
         frozen = {name: params[name] for name in self.stack.per_layer.frozen}
@@ -201,7 +201,7 @@ class ParamStore(Generic[PlanT]):
     def reform(self) -> None:
         """Prune the dense parameters and their optimizer state by `masks`."""
         assert self._chooser is not None
-        selection = self._chooser.chosen(self.masks())
+        selection = self._chooser.select(self.masks())
 
         # One array at a time, freeing each, so that only one of them is held both dense and compressed.
         def compress(path: Any, leaf: Any) -> Any:
@@ -217,7 +217,7 @@ class ParamStore(Generic[PlanT]):
         if selection is not None:
             self._begin(selection)
         masters = self.stack.join(params, self.mesh, used_up=True)
-        if self.stack.own:
+        if self.stack.layer_names:
             assert isinstance(self.placement, DeviceOptimizer)  # no scanned layer's state is offloaded
             optimizer = stack_state(self.stack, optimizer, self.placement.abstract().optimizer, used_up=True)
         self.model = self.placement.restored(masters, optimizer, self._stacked_extra(selection), owned=True)
@@ -230,7 +230,7 @@ class ParamStore(Generic[PlanT]):
     def _extra(self) -> Mapping[str, Any]:
         """Index arrays of the pruned parameters, under per-layer names."""
         assert self.forms is not None
-        return unstack_params(self.stack, self.forms.over_layers(self.stack.own).extra(self.model.weights))
+        return unstack_params(self.stack, self.forms.over_layers(self.stack.layer_names).extra(self.model.weights))
 
     def _stacked_extra(self, selection: KeptEntries | None) -> Params:
         return {} if selection is None else self.stack.join(selection.extra, self.mesh, used_up=True)
@@ -287,14 +287,14 @@ def _read_compressed(
     else:
         dense = {}
         for name in (name for name in compressed if name.startswith(PARAMS)):
-            prefetched[name] = read_array(name) if name in abstract else state[name].joined()
+            prefetched[name] = read_array(name) if name in abstract else state[name].materialize()
             dense[name.removeprefix(PARAMS)] = prefetched[name]
         masks = chooser.masks(dense)
         dense.clear()
-    selection = chooser.chosen(masks)
+    selection = chooser.select(masks)
     new = read({name: target for name, target in abstract.items() if name not in compressed})
     for name, value in compressed.items():
         if not name.startswith(MASKS):
-            dense_array = read_array(name) if name in abstract or name in prefetched else value.joined()
+            dense_array = read_array(name) if name in abstract or name in prefetched else value.materialize()
             new |= {name: selection.compressed({value.name: dense_array}, used_up=True)[value.name]}
     return {name: new.get(name, value) for name, value in state.items() if not name.startswith(MASKS)}, selection

@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.errors import UserError
-from axonn_jax.memory.host_arrays import LayerSlice, joined, layer_of
+from axonn_jax.memory.host_arrays import LayerSlice, layer_of, materialize
 from axonn_jax.memory.optimizer_traits import check_separable, owner, same_update, traced_update
 from axonn_jax.models.stacked import Stack, join_layers
 
@@ -32,9 +32,9 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
         optimizer: Optimizer for parameters under per-layer names.
         stack: Model with its layers both stacked and separate.
     """
-    if not stack.own:
+    if not stack.layer_names:
         return optimizer
-    first = {name: layers[0] for name, layers in stack.own.items()}
+    first = {name: layers[0] for name, layers in stack.layer_names.items()}
     stacked = {layer: name for name, layer in first.items()}
     unstacked = {name for name in stack.parts.params if name not in first}
 
@@ -77,7 +77,7 @@ def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> No
     State outside the moments must not depend on the layer.
     """
     params = stack.per_layer.params
-    layers = [list(names) for names in zip(*stack.own.values(), strict=True)]
+    layers = [list(names) for names in zip(*stack.layer_names.values(), strict=True)]
     scanned = {name for names in layers for name in names}
     unscanned = {name: p for name, p in params.items() if name not in scanned}
     pair = {name: params[name] for names in layers[:2] for name in names}
@@ -89,7 +89,9 @@ def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> No
     except UserError as error:
         raise UserError("optimizer", "a transformation that looks at all parameters together", _ACCEPTED) from error
     # Trace the wrapped optimizer too, so that one it cannot drive is refused here and not in the first step.
-    traced_update(per_layer(optimizer, stack), unscanned | {name: stack.parts.params[name] for name in stack.own})
+    traced_update(
+        per_layer(optimizer, stack), unscanned | {name: stack.parts.params[name] for name in stack.layer_names}
+    )
     for index, update in enumerate(layer_updates, start=1):
         if not same_update(first_update, update):
             raise UserError("optimizer", f"a transformation that treats layers 0 and {index} differently", _ACCEPTED)
@@ -99,16 +101,18 @@ def unstack_params(stack: Stack, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters under per-layer names, stacked ones as `LayerSlice`s, without copying arrays."""
     unstacked: dict[str, Any] = {}
     for name, value in params.items():
-        layers = stack.own.get(name)
+        layers = stack.layer_names.get(name)
         unstacked |= {name: value} if layers is None else {layer: layer_of(value, i) for i, layer in enumerate(layers)}
     return unstacked
 
 
 def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: Any) -> Any:
     """Return the state of `per_layer` in the wrapped optimizer's form, under per-layer names; see `unstack_params`."""
-    if not stack.own:
+    if not stack.layer_names:
         return state
-    locations = {layer_name: (name, i) for name, layers in stack.own.items() for i, layer_name in enumerate(layers)}
+    locations = {
+        layer_name: (name, i) for name, layers in stack.layer_names.items() for i, layer_name in enumerate(layers)
+    }
     leaves = dict(tree_leaves_with_path(state))
 
     def leaf_of(path: Any, _: Any) -> Any:
@@ -127,19 +131,19 @@ def stack_state(stack: Stack, state: Any, abstract: Any, *, used_up: bool = Fals
     With `used_up`, stacked arrays are reused, and the arrays of all layers are deleted as soon as their stack exists,
     so that at most one parameter or moment occupies memory in both forms.
     """
-    if not stack.own:
+    if not stack.layer_names:
         return state
     leaves = dict(tree_leaves_with_path(state))
 
     def join(path: Any, target: Any) -> Any:
-        name = owner(path, stack.own)
+        name = owner(path, stack.layer_names)
         if name is None:
             return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), target.sharding)
-        layers = [leaves[_renamed(path, name, layer_name)] for layer_name in stack.own[name]]
+        layers = [leaves[_renamed(path, name, layer_name)] for layer_name in stack.layer_names[name]]
         # All slices are views of the same stacked array, so the first one's part is the result.
         if used_up and isinstance(layers[0], LayerSlice):
             return layers[0].parts[0]
-        return join_layers(joined(layers), target.sharding, used_up=used_up)
+        return join_layers(materialize(layers), target.sharding, used_up=used_up)
 
     return tree_map_with_path(join, abstract)
 

@@ -37,8 +37,8 @@ class Documents(NamedTuple):
     """Position of each token within its document, int32."""
 
 
-Held = TypeVar("Held")
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionRule], tuple[jax.Array, Held]]
+State = TypeVar("State")
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionRule], tuple[jax.Array, State]]
 """Attention function of queries, keys, values and the layer's rule; returns attended values and state, such as a cache.
 """
 
@@ -116,7 +116,7 @@ def causal_attention(
     """
     if isinstance(kernel, Tiles):
         return _blocked(q, k, v, kernel, rule, numbers)
-    device = compat.attention_device(jax.local_devices()[0], alone=not compat.varying_axes(q))
+    device = compat.attention_device(jax.local_devices()[0], single_device=not compat.varying_axes(q))
     form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], rule, packed=numbers is not None)
     if form.kernel == "blocked":
         return _blocked(q, k, v, tiles(device.platform, q.shape[1]), rule, numbers)

@@ -66,14 +66,18 @@ def _backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[ja
 _wide_sums.defvjp(lambda table, ids: (_wide_sums(table, ids), (table, ids)), _backward)
 
 
-def tied_logits(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, *, few: int = 0) -> jax.Array:
+def tied_logits(
+    table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, *, transpose_limit: int = 0
+) -> jax.Array:
     """Return the logits of `h` against every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
-    `few` is as for `matmul`. Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over
-    `vocab_axis`.
+    `transpose_limit` is as for `matmul`. Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX
+    over `vocab_axis`.
     """
     h = mark_varying(h, (vocab_axis,))
-    return all_reduce(over_rows(lambda rows: matmul(rows, table, turned=True, few=few), h), feature_axis)
+    return all_reduce(
+        over_rows(lambda rows: matmul(rows, table, turned=True, transpose_limit=transpose_limit), h), feature_axis
+    )
 
 
 class Embedding(nnx.Module):
@@ -94,7 +98,7 @@ class Embedding(nnx.Module):
         rows: int | None = None,
     ):
         self.sequence_split = sequence_split
-        self.few = 0
+        self.transpose_limit = 0
         """Maximum number of tokens for which logits are a transposed product (`inference.cpu_kernels`)."""
         self.table = normal_param(
             key, (vocab, hidden), std, P(("y", "z"), "x"), padded=(vocab if rows is None else rows, hidden)
@@ -115,7 +119,9 @@ class Embedding(nnx.Module):
         dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
         """
         h = gather_sequence(h) if self.sequence_split else h
-        return tied_logits(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", few=self.few)
+        return tied_logits(
+            gather_weight(self.table.get_value(), h.dtype), h, "y", "x", transpose_limit=self.transpose_limit
+        )
 
 
 class PositionEmbedding(nnx.Module):

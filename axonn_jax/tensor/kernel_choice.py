@@ -144,7 +144,7 @@ def against_splash(device: AttentionDevice, dtype: str, seq: int, rule: Attentio
         return "it needs a TPU"
     if not device.tokamax:
         return "it needs tokamax, which is not installed"
-    if not device.alone:
+    if not device.single_device:
         return "tokamax's kernels run where a stage has one device"
     if rule.window:
         return "it has no windows here"

@@ -39,7 +39,7 @@ def matmul_4d(
     comm: Comm = "all_reduce",
     *,
     turned: bool = False,
-    few: int = 0,
+    transpose_limit: int = 0,
     adapter: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Compute `Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, output over the other.
@@ -57,7 +57,7 @@ def matmul_4d(
         in_axis: Axis to contract over.
         comm: How the residual stream is communicated.
         turned: True if the kernel is stored transposed.
-        few: As for `matmul`.
+        transpose_limit: As for `matmul`.
         adapter: Computes further partial sums from `x`, which are reduced together with the product's.
 
     Returns:
@@ -67,7 +67,7 @@ def matmul_4d(
     # The transpose of this marking is the all-reduce of dX.
     x = mark_varying(x, (swapped(in_axis),))
 
-    y = over_rows(lambda rows: matmul(rows, w, turned=turned, few=few), x)
+    y = over_rows(lambda rows: matmul(rows, w, turned=turned, transpose_limit=transpose_limit), x)
     y = y if adapter is None else y + adapter(x)
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
@@ -105,7 +105,7 @@ class Linear(nnx.Module):
         self.comm: Comm = comm
         self.turned = False
         """True if the kernel is stored as [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
-        self.few = 0
+        self.transpose_limit = 0
         """Maximum number of tokens for which the transposed product is computed (`inference.cpu_kernels`)."""
         self.regather = False
         """True if the backward pass gathers a split sequence again instead of saving the gathered one."""
@@ -134,7 +134,15 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """Apply the layer to an input that is already gathered, with `kernel` in place of the layer's parameter."""
         adapter = None if self.adapter is None else partial(self.adapter, key=key)
-        y = matmul_4d(x, kernel, self.in_axis, self.comm, turned=self.turned, few=self.few, adapter=adapter)
+        y = matmul_4d(
+            x,
+            kernel,
+            self.in_axis,
+            self.comm,
+            turned=self.turned,
+            transpose_limit=self.transpose_limit,
+            adapter=adapter,
+        )
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax import compat
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import loss_chunk
@@ -163,7 +163,7 @@ def _forward(weight: jax.Array, tokens: Tokens, chunk: int, fields: tuple[Any, .
     (total, d_weight), (d_rows,) = _loop(add, start, tokens, chunk)
     # Without this order XLA would postpone the weight's gradient past the layers' backward passes and keep the logits'
     # gradient alive until then.
-    return total, (after(d_rows, d_weight), d_weight)
+    return total, (depend_on(d_rows, d_weight), d_weight)
 
 
 def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:

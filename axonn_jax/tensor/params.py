@@ -197,7 +197,7 @@ def renewed(state: Any) -> Any:
     return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])
 
 
-def shapes_alone(make: Callable[[], nnx.Module]) -> nnx.Module:
+def abstract_module(make: Callable[[], nnx.Module]) -> nnx.Module:
     """Return the module that `make` builds with shapes in place of parameters; other state has real values."""
     module: nnx.Module = nnx.eval_shape(make)
     state = nnx.Not(nnx.Param)
@@ -210,7 +210,7 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
+def place_params(params: Params, specs: Specs, mesh: Mesh) -> Params:
     """Lay parameters out on a mesh; those already in their layout are returned unchanged."""
     shardings = {name: NamedSharding(mesh, specs[name]) for name in params}
     # For a process-local array `jax.device_put` would send all values to the other processes to compare them.

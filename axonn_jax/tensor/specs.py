@@ -47,7 +47,7 @@ def shard_mapped(
     in_specs: Any,
     out_specs: Any,
     *,
-    among_others: bool = False,
+    keep_mesh: bool = False,
     differentiated: bool = True,
 ) -> Callable[..., Any]:
     """Return a function of global arrays that runs `f` on their local shards, or `f` itself if no axis is above one.
@@ -60,7 +60,7 @@ def shard_mapped(
         mesh: The grid's mesh.
         in_specs: Layouts of the arguments.
         out_specs: Layouts of the results.
-        among_others: True for one of several regions in a program. Arrays between regions carry the mesh in their type,
+        keep_mesh: True for one of several regions in a program. Arrays between regions carry the mesh in their type,
             and jax rejects any but the mesh that `jax.set_mesh` set, so such a region uses the full mesh.
         differentiated: False if no gradient is taken. The region may then declare a result replicated where jax cannot
             see why, since jax does not track the axes that values vary over, as correct gradients require.
@@ -71,7 +71,7 @@ def shard_mapped(
     # Shrink the mesh itself: a region that is manual over only some axes of a mesh crashes XLA's CPU compiler on
     # bfloat16 sums (jaxlib 0.10.2).
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
-    live = mesh if among_others else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
+    live = mesh if keep_mesh else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
     specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
     region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=differentiated)
 

@@ -67,11 +67,11 @@ def _tapped(tap: jax.Array, dense: jax.Array, index: jax.Array) -> jax.Array:
 
 _tapped.defvjp(
     lambda tap, dense, index: (dense, (tap, index)),
-    lambda residuals, grad: (taken(grad, residuals[1]).astype(residuals[0].dtype), None, None),
+    lambda residuals, grad: (gather_entries(grad, residuals[1]).astype(residuals[0].dtype), None, None),
 )
 
 
-def taken(dense: jax.Array, index: jax.Array) -> jax.Array:
+def gather_entries(dense: jax.Array, index: jax.Array) -> jax.Array:
     """Return the kept entries [1, ..., slots] of a local dense array, 0 in spare slots."""
     flat = dense.reshape(-1).at[index.reshape(-1)]
     entries = flat.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from axonn_jax.documents import new_figure, save_picture
-from axonn_jax.timeline.spans import KINDS, Kind, Span, last_whole_step, ranks_of, usage, window
+from axonn_jax.timeline.spans import KINDS, Kind, Span, last_complete_step, ranks_of, usage, window
 
 PICTURE = "timeline.png"
 
@@ -95,7 +95,7 @@ def draw(
     Raises:
         ValueError: There is no task in that step.
     """
-    step = last_whole_step(spans) if step is None else step
+    step = last_complete_step(spans) if step is None else step
     ranks = ranks_of(spans)
     spans = [span for span in spans if span.step == step]
     start, end = window(spans)

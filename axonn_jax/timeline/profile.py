@@ -48,7 +48,7 @@ class Profile:
     def __enter__(self) -> Self:
         return self
 
-    def before(self, step: int, last: Any) -> None:
+    def step_starts(self, step: int, last: Any) -> None:
         """Start the trace before its first step, once the results `last` of the previous step are ready."""
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
@@ -60,7 +60,7 @@ class Profile:
                 jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
-    def after(self, step: int, results: Any) -> None:
+    def step_ended(self, step: int, results: Any) -> None:
         """End the trace after its last step, once its `results` are ready, and print the summary."""
         self._traced += self._running
         if self._running and step == self._steps[-1]:

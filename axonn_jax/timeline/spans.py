@@ -189,7 +189,7 @@ _LAST: frozenset[Kind] = frozenset({"backward", "weight_gradient", "forward_and_
 however backward passes are split."""
 
 
-def last_whole_step(spans: Iterable[Span]) -> int | None:
+def last_complete_step(spans: Iterable[Span]) -> int | None:
     """Return the last complete step, or None without one."""
     # A stopped run leaves its last step unfinished: count the final tasks, of which complete steps have the most.
     ends: dict[int, int] = {}

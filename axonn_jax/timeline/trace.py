@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import parse_json, read_bytes, replace_whole
+from axonn_jax.documents import parse_json, read_bytes, write_atomically
 from axonn_jax.errors import UserError
 from axonn_jax.timeline.spans import KINDS, Kind, Span, merge
 
@@ -49,7 +49,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     spans = [span for span in spans if span.step in counts]
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
     # Someone may open the file while a run rewrites it.
-    replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
+    write_atomically(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from axonn_jax.documents import read_json, replace_whole
+from axonn_jax.documents import read_json, write_atomically
 from axonn_jax.errors import UserError, integer, refused, status_of, typed_arguments
 from axonn_jax.grid import Grid
 from axonn_jax.options import typed
@@ -74,7 +74,7 @@ class TensorBoard:
         self._events.close()
 
 
-def started(
+def start_trackers(
     entries: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
 ) -> Trackers:
     """Start a run's trackers, and send them the values up to the resumed step that they have not got.
@@ -140,7 +140,7 @@ class _Facts:
 
 def _write_facts(directory: Path, facts: _Facts) -> None:
     try:
-        replace_whole(directory / FACTS, (json.dumps(asdict(facts)) + "\n").encode())
+        write_atomically(directory / FACTS, (json.dumps(asdict(facts)) + "\n").encode())
     except OSError as error:
         accepted = f"a directory that {FACTS} can be written in; {error.strerror}"
         raise UserError("log.dir", str(directory), accepted) from None
@@ -179,4 +179,4 @@ def tracked(
         RunTracker("tracker", type(tracker).__name__, tracker, once=not isinstance(tracker, TensorBoard))
         for tracker in trackers
     ]
-    return started(entries, Path(directory), config, resumed, say)
+    return start_trackers(entries, Path(directory), config, resumed, say)

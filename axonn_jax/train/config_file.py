@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, foreign_name_hint, local_path, nearest
+from axonn_jax.errors import UNSET, UserError, foreign_name_hint, local_path, nearest
 from axonn_jax.options import not_none, typed
 from axonn_jax.train.config import Config
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 
-GONE: Mapping[str, object] = {"tensor.matmul_layouts": "off"}
+REMOVED_KEYS: Mapping[str, object] = {"tensor.matmul_layouts": "off"}
 """Removed keys, each with the value that had no effect: config files of earlier runs still contain it."""
 
 
@@ -32,7 +32,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
 
     Flags of text keys keep their text, flags of list keys are split at commas, and flags of table keys are parsed as
     comma-separated KEY=VALUE entries. Any other value becomes a number or boolean if it parses as one. A boolean flag
-    without a value is true; any other flag without one has the value `NOT_GIVEN`.
+    without a value is true; any other flag without one has the value `UNSET`.
 
     Args:
         argv: Command-line words after the command's name.
@@ -61,7 +61,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
             continue
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        value: object = NOT_GIVEN
+        value: object = UNSET
         # In `--log.tensorboard run.toml` the next word is the config file, not the switch's value.
         file_next = name in switches and bool(words) and words[-1].endswith(".toml")
         if not equals and words and not words[-1].startswith("--") and not file_next:
@@ -151,7 +151,7 @@ def loads(
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     # Flags come last, so they overwrite the file's entries.
     for dotted, value in (*_entries(raw), *flags):
-        if dotted in GONE and GONE[dotted] == value:
+        if dotted in REMOVED_KEYS and REMOVED_KEYS[dotted] == value:
             continue
         table, key = _split_key(dotted, value)
         checked[table][key] = typed(tables()[table][key], value, dotted)

@@ -19,13 +19,13 @@ from axonn_jax.distributed.signals import StopSignals
 from axonn_jax.memory.report import write as write_memory
 from axonn_jax.terminal import duration
 from axonn_jax.timeline.profile import Profile
-from axonn_jax.tracking.files import started
+from axonn_jax.tracking.files import start_trackers
 from axonn_jax.tracking.records import JsonLines
 from axonn_jax.tracking.tracker import RunFacts, Trackers
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import settings_by_name
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.metrics import Best, Samples, held_out_losses, keep_settings, plot_loss, trackers_of, usage
+from axonn_jax.train.metrics import Best, Samples, keep_settings, plot_loss, recorded_eval_losses, trackers_of, usage
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
@@ -77,11 +77,11 @@ class Run:
         if self.first:
             keep_settings(config, self.directory)
             entries = trackers_of(config.log, self.lines)
-            self.trackers = started(entries, self.directory, settings_by_name(config), self.start, self.say)
+            self.trackers = start_trackers(entries, self.directory, settings_by_name(config), self.start, self.say)
         ending.enter_context(self.trackers)
         if self.engine.heartbeat is not None:
             self.engine.heartbeat.farewell = self.trackers.finish
-        losses = held_out_losses(self.directory if self.first and self.start else None, self.sync)
+        losses = recorded_eval_losses(self.directory if self.first and self.start else None, self.sync)
         self.best = Best((step, loss) for step, loss, _ in losses)
         self.checkpoints.recall({step: loss for step, loss, complete in losses if complete})
         if config.train.sample_every:
@@ -121,9 +121,9 @@ class Run:
                 # Pruning blocks on the device, and its time must not count as part of either step.
                 if waiting is not None and self.pruning.due(step):
                     mark, waiting = self._report(step - 1, waiting, mark), None
-                self.profile.before(step, previous)
+                self.profile.step_starts(step, previous)
                 metrics = self.trainer.step(next(self.train_data))
-                self.profile.after(step, metrics)
+                self.profile.step_ended(step, metrics)
                 mark += self.pruning.took()
                 fault = self.train_data.ahead(min(2, steps - step))
                 for line in self.pruning.lines():

@@ -71,7 +71,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         check_room(config, shape, unused(grid.mesh, 1))
     data = corpora_of(config.data)
     for corpus in data.all if config.data.verify else ():
-        with corpus.named():
+        with corpus.error_context():
             verify_data(str(corpus.manifest.path), sync)
     lines = [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
@@ -205,7 +205,7 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: boo
     Raises:
         UserError: The configured kernel cannot run on these devices.
     """
-    device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
+    device = compat.attention_device(grid.mesh.devices.flat[0], single_device=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision).compute.name
     rule = shape.attention_rule(0)
     return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, rule, packed=packed)

@@ -94,7 +94,7 @@ class Best:
         return lowest
 
 
-def held_out_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float, bool]]:
+def recorded_eval_losses(directory: Path | None, sync: HostSync) -> list[tuple[int, float, bool]]:
     """Read the held-out losses that a resumed run has recorded.
 
     Collective over the run's processes: one `gather` of the losses as JSON, some hundred kilobytes for a long run.

@@ -10,18 +10,18 @@ from typing import Any
 
 from axonn_jax.adapters.config import LORA
 from axonn_jax.adapters.peft import is_adapter
-from axonn_jax.adapters.stored import not_whole
+from axonn_jax.adapters.stored import adapters_only_error
 from axonn_jax.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpoint, all_steps, step_of
 from axonn_jax.checkpoint.naming import SCALE
 from axonn_jax.checkpoint.orbax import reason
-from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
+from axonn_jax.checkpoint.restore import Checkpoint, newest, resolve_checkpoint
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.corpora import Corpora
 from axonn_jax.data.tokenize import alike
 from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import other_function
-from axonn_jax.models.huggingface.hub import commit_of, found
+from axonn_jax.models.huggingface.hub import commit_of, resolve_path
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import is_pretrained, keep_small_files
 from axonn_jax.terminal import counted
@@ -142,7 +142,7 @@ class Checkpoints:
         if where == "never":
             return None
         if where != "auto":
-            requested = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
+            requested = resolve_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
             try:
                 self._load(requested)
             except CorruptCheckpoint as fault:
@@ -156,7 +156,7 @@ class Checkpoints:
             except CorruptCheckpoint as fault:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
             # The failed load may have pruned the engine, which cannot take an earlier, unpruned checkpoint any more.
-            if self._config.prune.later:
+            if self._config.prune.starts_dense:
                 break
             self._say(f"warning: checkpoint {unread}; using the checkpoint before")
         # Starting anew is impossible: the load freed the engine's initial arrays to make room for the checkpoint's.
@@ -171,16 +171,16 @@ class Checkpoints:
     def _start_from(self, weights: str) -> Path:
         """Load the parameters of a path, or of a name on the Hub, and return the path."""
         with together(self._sync):
-            path = found(weights, "checkpoint.weights", WEIGHTS)
+            path = resolve_path(weights, "checkpoint.weights", WEIGHTS)
         anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
         if is_pretrained(path):
             take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
             self._keep_small_files(path, path)
             self._say(f"parameters from {commit_of(path) or path}; {anew}")
             return path
-        checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
+        checkpoint = resolve_checkpoint(path, self._sync, self._say, "checkpoint.weights")
         if LORA in checkpoint.manifest.run:
-            raise not_whole(checkpoint, "checkpoint.weights")
+            raise adapters_only_error(checkpoint, "checkpoint.weights")
         try:
             copied = take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
@@ -199,7 +199,7 @@ class Checkpoints:
         if is_adapter(path):
             take_adapter(self._engine, path, self._sync, field)
         else:
-            path = (checkpoint := named_checkpoint(path, self._sync, self._say, field)).path
+            path = (checkpoint := resolve_checkpoint(path, self._sync, self._say, field)).path
             try:
                 take(self._engine, checkpoint, self._sync, field, weights_only=True)
             except CorruptCheckpoint as fault:

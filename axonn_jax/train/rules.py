@@ -14,7 +14,7 @@ from axonn_jax.settings import MemoryConfig, TensorConfig, TrainConfig
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RunSettings:
     """Settings of a run, or of a `Trainer`, that the rules inspect."""
 
     grid: GridShape
@@ -34,7 +34,7 @@ class Condition(NamedTuple):
     """A choice that restricts other settings, with the words that describe it in an error."""
 
     words: str
-    holds: Callable[[Chosen], bool]
+    holds: Callable[[RunSettings], bool]
 
 
 class Rule(NamedTuple):
@@ -43,17 +43,17 @@ class Rule(NamedTuple):
     key: str
     """The setting's table and name."""
     accepted: tuple[Any, ...]
-    beside: Condition
+    condition: Condition
     why: str = ""
     """Reason or alternative, starting with its punctuation mark; empty without one."""
 
     def __str__(self) -> str:
-        return f"{' or '.join(map(str, self.accepted))} {self.beside.words}{self.why}"
+        return f"{' or '.join(map(str, self.accepted))} {self.condition.words}{self.why}"
 
-    def check(self, settings: Chosen) -> None:
+    def check(self, settings: RunSettings) -> None:
         """Raise ``UserError`` if the settings break this rule."""
         value = attrgetter(self.key)(settings)
-        if self.beside.holds(settings) and value not in self.accepted:
+        if self.condition.holds(settings) and value not in self.accepted:
             raise UserError(self.key, value, str(self))
 
 
@@ -69,11 +69,11 @@ _HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
 """Fields of [memory] and [tensor] that apply to any Flax model; the others only affect the package's own layers."""
 
 
-def _defaults(table: str, table_type: type, beside: Condition, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
+def _defaults(table: str, table_type: type, condition: Condition, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
     """Yield the rules that pin a table's fields to their defaults under a condition."""
     for option in fields(table_type):
         if option.name not in _HONOURED:
-            yield Rule(f"{table}.{option.name}", (option.default,), beside, why.get(option.name, ""))
+            yield Rule(f"{table}.{option.name}", (option.default,), condition, why.get(option.name, ""))
 
 
 RULES = (
@@ -110,7 +110,7 @@ RULES = (
 )  # fmt: skip
 
 
-def check_rules(settings: Chosen) -> None:
+def check_rules(settings: RunSettings) -> None:
     """Check every rule.
 
     Args:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.checkpoint.manifest import FOLDER, inside, name_of
-from axonn_jax.checkpoint.restore import Checkpoint, named_checkpoint, newest
+from axonn_jax.checkpoint.restore import Checkpoint, newest, resolve_checkpoint
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.distributed.host_sync import HostSync, host_sync, only_run_in, together
 from axonn_jax.errors import UserError, plain
@@ -157,7 +157,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> Checkp
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
         resolve_name(reader)(engine, path, sync, "checkpoint")
         return None
-    checkpoint = named_checkpoint(path, sync, _say_on_first(sync), "checkpoint")
+    checkpoint = resolve_checkpoint(path, sync, _say_on_first(sync), "checkpoint")
     take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     if not weights_only:
         _take_row_choice(engine, checkpoint)

@@ -23,7 +23,7 @@ from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.optimizer import averaging
-from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.rules import RunSettings, check_rules
 from axonn_jax.train.saving import iterator_of, load_checkpoint, resume_newest, save_as
 
 P = ParamSpec("P")
@@ -104,7 +104,7 @@ class Trainer:
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
         train = TrainConfig(ema=ema, clip=clip, seed=seed)
-        check_rules(Chosen(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
+        check_rules(RunSettings(grid.shape, memory, tensor, prune, train=train, loss=loss is not None))
         check_resident(memory.resident_bytes)
         optimizer = averaging(optimizer, ema) if ema else optimizer
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):

@@ -18,7 +18,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
-from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
+from axonn_jax.models.huggingface.hub import commit_of, hub_name, resolve_path
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
@@ -27,7 +27,7 @@ from axonn_jax.pipeline.cut import check_pipeline
 from axonn_jax.tracking.tracker import tracker_class
 from axonn_jax.train.config import CheckpointConfig, Config, LogConfig
 from axonn_jax.train.config_file import read
-from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.rules import RunSettings, check_rules
 
 if TYPE_CHECKING:
     from axonn_jax.data.prompts import FixedPrompt
@@ -65,7 +65,7 @@ def check(config: Config) -> Config:
     goes_on = _goes_on(config.checkpoint, log)
     _check_checkpoint(config.checkpoint, log, goes_on=goes_on)
     config = replace(config, lora=_lora_of(config))
-    if config.model.preset is not None or "vocab" in config.model.given:
+    if config.model.preset is not None or "vocab" in config.model.overrides:
         config.model.shape()  # reports a mistake in the model even if the data does not exist yet
     data = corpora_of(config.data)
     shape = config.model.shape(default_vocab=max(corpus.manifest.vocab for corpus in data.all))
@@ -89,7 +89,7 @@ def check(config: Config) -> Config:
     residual_comm_of(config, shape)
     if config.tensor.scan_layers == "yes":
         check_repeats(shape.layers, shape.layer_period)
-    settings = Chosen(
+    settings = RunSettings(
         config.grid, config.memory, config.tensor, config.prune, config.lora, config.moe, config.train,
         experts=shape.experts > 0,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _with_weights(config: Config, log_dir: str, *, goes_on: bool) -> tuple[Confi
             previous = read(run).checkpoint.weights
             weights = previous if previous.partition("@")[0] == weights else weights
     needed = weights and (not goes_on or config.lora.adapts)
-    folder = found(weights, "checkpoint.weights", WEIGHTS) if needed else None
+    folder = resolve_path(weights, "checkpoint.weights", WEIGHTS) if needed else None
     if folder is not None and hub_name(weights) is not None:
         weights = commit_of(folder)
     return replace(config, checkpoint=replace(config.checkpoint, weights=weights)), folder
@@ -201,14 +201,14 @@ def _lora_of(config: Config) -> LoraConfig:
         return requested
     from axonn_jax.adapters.peft import is_adapter, read_config
     from axonn_jax.adapters.stored import adapters_in  # imports jax, a second
-    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.checkpoint.restore import resolve_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
 
     if not Path(name).is_dir():
         raise UserError(field, name, "the directory of PEFT's files, of a run or of a checkpoint")
     if is_adapter(Path(name)):
         stored = read_config(Path(name), field)[0]
-    elif adapters := adapters_in(named_checkpoint(Path(name), LocalSync(), lambda line: None, field), field):
+    elif adapters := adapters_in(resolve_checkpoint(Path(name), LocalSync(), lambda line: None, field), field):
         stored = adapters.config
     else:
         raise UserError(field, name, "adapters; a whole model is for checkpoint.weights")

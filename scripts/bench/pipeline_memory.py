@@ -49,7 +49,7 @@ def measure_pipeline(
         # What a program hands over takes the place of what is counted of its microbatch already.
         tasks = 0
         for chain in (member.programs.chain for member in members):
-            own = chain.bytes_kept() // sizes.stage_devices
+            own = chain.residual_bytes() // sizes.stage_devices
             counted = {"F": own, "FI": own, "I": max(0, pair.waiting - pair.forward) // len(members)}
             tasks = max(tasks, *(_beside(p.compiled) - counted.get(name, 0) for name, p in chain._programs.items()))
         found.append((2 * sums + sums, sums + max(held + int(tasks), _beside(rank.reduce))))
@@ -159,7 +159,7 @@ def _held_by(member: Any, name: str) -> int:
     arrived = {X: stretch.x, DY: None if name == "F" else stretch.y}
     if name == "F" and stretch.work.activations == "offload":
         del arrived[X]  # on the host
-    waits = [chain._handed[source][position] for source, position in chain._programs[name].later]
+    waits = [chain._residuals[source][position] for source, position in chain._programs[name].live]
     waits += [form for slot, form in arrived.items() if form and slot in chain.reads(name)]
     return sum(map(_bytes, waits))
 

@@ -7,7 +7,7 @@ from axonn_jax.experts.declare import TOKENS
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.models.declared.transformer import describe_single_device
 from axonn_jax.models.presets import preset
 from axonn_jax.ops.costs import StepPolicy
 from axonn_jax.planner import memory
@@ -113,13 +113,16 @@ def state_errors() -> list[float]:
 
 def _blocks_state(shape: ModelShape, tensor: int, devices: int) -> float:
     """Bytes of weights, gradients and optimizer state of all blocks on a device."""
-    params = [(layer.count, param) for layer in describe_alone(shape) if layer.in_block for param in layer.params]
+    params = [
+        (layer.count, param) for layer in describe_single_device(shape) if layer.in_block for param in layer.params
+    ]
     experts = sum(count * param.elements for count, param in params if "expert" in param.axes)
     dense = sum(count * param.elements for count, param in params) - experts
     replicas = devices // tensor
     parts = ((dense / tensor, replicas), (experts / tensor / EXPERTS, replicas // EXPERTS))
     return sum(
-        memory.device_state(params, "fp16", gradient_item=2, apart=True, replicas=of).total for params, of in parts
+        memory.device_state(params, "fp16", gradient_item=2, separate_masters=True, replicas=of).total
+        for params, of in parts
     )
 
 

@@ -133,7 +133,7 @@ def test_bytes_go_from_one_devices_memory_into_anothers(dtype):
         source, size = place(buffers.outgoing(sent))
         assert (source, size) == (sent.unsafe_buffer_pointer(), sent.nbytes)  # not a copy
         target = buffers.incoming(form, devices[1])
-        target.held.block_until_ready()
+        target.array.block_until_ready()
         assert buffers.writable(target)
         address, room = place(target)
         assert room == size
@@ -154,7 +154,7 @@ def test_a_buffer_is_not_to_be_written_before_the_program_that_makes_it_has_run(
     buffers = DeviceBuffers([], jax.devices()[:1])
     buffer = buffers.outgoing(slow(weights))
     assert not buffers.writable(buffer)
-    buffer.held.block_until_ready()
+    buffer.array.block_until_ready()
     assert buffers.writable(buffer)
 
 

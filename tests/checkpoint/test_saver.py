@@ -20,7 +20,7 @@ from saved import GRID, check_files, faults, names, saver, state
 
 from axonn_jax import GridShape, UserError
 from axonn_jax.checkpoint import orbax
-from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
+from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, newest, resolve_checkpoint
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
@@ -226,7 +226,7 @@ def test_every_corruption_is_named_and_the_one_before_used(number, two, tmp_path
     assert name in line
     assert "\n" not in line
     with pytest.raises(UserError, match="a valid checkpoint; "):
-        named_checkpoint(last, LocalSync(), pytest.fail, "checkpoint.resume")
+        resolve_checkpoint(last, LocalSync(), pytest.fail, "checkpoint.resume")
 
 
 def test_a_checkpoint_under_another_ones_name_is_noticed(two, tmp_path):

@@ -12,9 +12,9 @@ import axonn_jax as ax
 from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.errors import UserError
 from axonn_jax.train import rules
-from axonn_jax.train.rules import LOSS, PRUNED, RULES, Chosen, Rule, check_rules
+from axonn_jax.train.rules import LOSS, PRUNED, RULES, Rule, RunSettings, check_rules
 
-PLAIN = Chosen(ax.GridShape(data=2))
+PLAIN = RunSettings(ax.GridShape(data=2))
 BESIDE = {
     rules.PIPE: {"grid": ax.GridShape(pipe=2)},
     rules.OFFLOAD: {"memory": ax.MemoryConfig(offload="optimizer")},
@@ -40,9 +40,9 @@ def refused_value(rule: Rule):
     return {int: 2, float: 0.5, bool: True, str: "28GB"}[kind]
 
 
-def broken(rule: Rule) -> tuple[Chosen, object]:
+def broken(rule: Rule) -> tuple[RunSettings, object]:
     """Settings that break one rule alone, and the value that does."""
-    chosen, value = replace(PLAIN, **BESIDE[rule.beside]), refused_value(rule)
+    chosen, value = replace(PLAIN, **BESIDE[rule.condition]), refused_value(rule)
     table, _, name = rule.key.partition(".")
     if not name:
         return replace(chosen, **{table: value}), value
@@ -50,13 +50,13 @@ def broken(rule: Rule) -> tuple[Chosen, object]:
     return replace(chosen, **{table: replace(getattr(chosen, table), **{name: value}, **extra)}), value
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key} {rule.beside.words}")
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key} {rule.condition.words}")
 def test_each_rule_refuses_in_one_line(rule):
     chosen, value = broken(rule)
     with pytest.raises(UserError) as caught:
         check_rules(chosen)
     assert (caught.value.field, caught.value.value) == (rule.key, value)
-    assert caught.value.accepted.endswith(f"{rule.beside.words}{rule.why}")
+    assert caught.value.accepted.endswith(f"{rule.condition.words}{rule.why}")
     table, _, name = rule.key.partition(".")
     for good in rule.accepted if name and table != "prune" else ():
         check_rules(replace(chosen, **{table: replace(getattr(chosen, table), **{name: good})}))
@@ -71,7 +71,7 @@ def test_settings_without_a_rule_between_them_pass():
 IN_PYTHON = [rule for rule in RULES if rule.key.split(".")[0] in ("memory", "tensor", "prune", "grid")]
 
 
-@pytest.mark.parametrize("rule", IN_PYTHON, ids=lambda rule: f"{rule.key} {rule.beside.words}")
+@pytest.mark.parametrize("rule", IN_PYTHON, ids=lambda rule: f"{rule.key} {rule.condition.words}")
 def test_a_trainer_refuses(rule):
     chosen, _ = broken(rule)
     settings = {name: getattr(chosen, name) for name in ("memory", "tensor", "prune")}
@@ -83,10 +83,10 @@ def test_a_trainer_refuses(rule):
     assert caught.value.field == rule.key
 
 
-IN_A_FILE = [rule for rule in RULES if "." in rule.key and rule.beside not in (LOSS, PRUNED)]
+IN_A_FILE = [rule for rule in RULES if "." in rule.key and rule.condition not in (LOSS, PRUNED)]
 
 
-@pytest.mark.parametrize("rule", IN_A_FILE, ids=lambda rule: f"{rule.key} {rule.beside.words}")
+@pytest.mark.parametrize("rule", IN_A_FILE, ids=lambda rule: f"{rule.key} {rule.condition.words}")
 def test_a_run_refuses(write_config, refused, rule):
     chosen, value = broken(rule)
     changed = {}

@@ -166,7 +166,7 @@ OF_ONE_SETTING = {
 @pytest.mark.parametrize("kind", OF_ONE_SETTING)
 def test_every_setting_counts(kind, tmp_path):
     folder = write(tmp_path / "given", **OF_ONE_SETTING[kind])
-    tokenizer, _, end = tokenize.load_given(folder, "--tokenizer")
+    tokenizer, _, end = tokenize.load_existing(folder, "--tokenizer")
     wanted = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode(TEXT).ids == wanted.encode(TEXT).ids
     assert end == 0
@@ -194,7 +194,7 @@ def test_data_has_the_tokens_of_the_setting(tmp_path, capsys):
 def test_another_end_alone_needs_its_name(tmp_path):
     folder = write(tmp_path / "given", end="</s>")
     with pytest.raises(UserError, match=r"an eos_token named in a tokenizer_config\.json"):
-        tokenize.load_given(folder, "--tokenizer")
+        tokenize.load_existing(folder, "--tokenizer")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer, _, end = tokenize.load_given(folder, "--tokenizer")
+    tokenizer, _, end = tokenize.load_existing(folder, "--tokenizer")
     assert (tokenizer.id_to_token(end), end) == ("</s>", 0)

@@ -159,7 +159,7 @@ def test_fill_of_skewed_lengths_is_at_least_97_percent():
     rows = []
     for number, length in enumerate(lengths):
         rows += packer.add(MarkedTokens(np.full(length, number, np.uint32), np.ones(length, bool), 0))
-    rows += packer.rest()
+    rows += packer.flush()
     used = [sum(len(document.ids) for document in row) for row in rows]
     assert sorted(document.ids[0] for row in rows for document in row) == list(range(len(lengths)))
     assert max(used) <= 2049

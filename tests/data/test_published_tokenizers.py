@@ -208,7 +208,7 @@ def test_tokens_are_those_of_transformers(shape, where, oracle, tmp_path):
     rows = {ids for ids, _ in instruction_data.all_documents(manifest, 120)}
     asked = (f"{TURN}user\n{row['prompt']}{TOOL}{TURN}assistant\n{row['completion']}{TOOL}{TURN}" for row in ROWS)
     assert rows == {tuple(theirs(text, add_special_tokens=False)["input_ids"]) for text in asked}
-    again, _, _ = tokenize.load_given(tmp_path / "out", "--tokenizer")
+    again, _, _ = tokenize.load_existing(tmp_path / "out", "--tokenizer")
     again.encode_special_tokens = False
     assert [again.encode(text).ids for text in TEXTS] == wanted
     assert [tokenize.load(tmp_path / "out" / "tokenizer.json").encode(text).ids for text in TEXTS] == wanted

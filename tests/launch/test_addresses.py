@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launched import OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, until, write_config
 
-from axonn_jax.distributed.network import exposed, free_port, listen_at, listening, offer, own_address
+from axonn_jax.distributed.network import exposed, free_port, listen_at, listening, offer, reachable_address
 from axonn_jax.errors import UserError
 
 GLOO, COORDINATOR = "every rank, by gloo", "first rank, as coordinator"
@@ -49,15 +49,15 @@ def test_a_host_offers_an_address_that_others_can_reach(addresses, own, monkeypa
     resolving(monkeypatch, me=addresses)
     if own is None:
         with pytest.raises(UserError, match="hostname = 'me': an address other hosts can reach; it resolves to"):
-            own_address(2)
+            reachable_address(2)
     else:
-        assert own_address(2) == own
+        assert reachable_address(2) == own
 
 
 def test_a_name_that_does_not_resolve_is_named(monkeypatch):
     resolving(monkeypatch)
     with pytest.raises(UserError, match="hostname = 'me': a name that resolves"):
-        own_address(2)
+        reachable_address(2)
     assert offer(1).startswith("127.0.0.1:")
 
 

@@ -193,11 +193,11 @@ JOINED = World(1, 4, 1, None, "jax.distributed", "initialised before")
 
 
 def test_what_jax_has_joined_comes_first():
-    assert detect({**SLURM, **OPEN_MPI}, not_asked, joined=JOINED) is JOINED
+    assert detect({**SLURM, **OPEN_MPI}, not_asked, initialized=JOINED) is JOINED
     given = detect({}, not_asked, explicit_world("node1:1234", 4, 1), JOINED)
     assert (given.rank, given.size, given.hosts) == (1, 4, JOINED.hosts)
     with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_SIZE = '8': the 4 processes"):
-        detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, not_asked, joined=JOINED)
+        detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, not_asked, initialized=JOINED)
 
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}

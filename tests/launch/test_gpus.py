@@ -158,9 +158,9 @@ def test_amd_gpus_are_those_of_the_kernels_topology(tmp_path, monkeypatch):
 def test_who_tells_jax_its_devices_is_left_alone(monkeypatch):
     monkeypatch.setattr("axonn_jax.compat.accelerator_expected", lambda: True)
     monkeypatch.setattr(gpus, "look", lambda environ: ("GPU-a",))
-    assert gpus.own_view() == ("GPU-a",)
+    assert gpus.visible_gpus() == ("GPU-a",)
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
-    assert gpus.own_view() is None
+    assert gpus.visible_gpus() is None
 
 
 @pytest.mark.parametrize(("processes", "chosen", "taken"), [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 0)])

@@ -40,7 +40,7 @@ def test_a_step_is_the_softmax_over_what_ranks_first(group, block, keys):
 @pytest.mark.parametrize("group", [1, 4])
 def test_chosen_keys_are_the_oracles(group, block, keys):
     attention = LokiAttention(FIRST, keys, block)
-    chosen = jax.jit(attention.chosen)
+    chosen = jax.jit(attention.select_blocks)
 
     @settings(max_examples=20, deadline=None)
     @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=SLOTS, max_size=SLOTS), seed=st.integers(0, 2**32 - 1))

@@ -16,7 +16,7 @@ from trainers import ids, make_trainer, same
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import precisions
@@ -109,7 +109,7 @@ def programs(layers):
     update._progress = told.append
     model = update.start({name: jnp.ones(shape) for name, shape in shapes.items()})
     told.clear()
-    update.after(
+    update.apply_update(
         model, {name: jnp.ones(shape) for name, shape in shapes.items()}, np.float32(1), np.float32(0), np.bool_(True)
     )
     return len(update.programs.compiled), told, lines(update)
@@ -165,7 +165,7 @@ def test_a_table_at_both_ends_stays_one(way):
     first, last = trainer.engine._states.by_rank().values()
     for name, value in first.items():
         if "embedding" in name:
-            both = [np.asarray(joined(v)).tobytes() for v in (value, last[name])]
+            both = [np.asarray(materialize(v)).tobytes() for v in (value, last[name])]
             assert both[0] == both[1], name
 
 

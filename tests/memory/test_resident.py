@@ -43,7 +43,7 @@ def planned_of(trainer):
 
 def state_of(trainer):
     return {
-        name: np.asarray(getattr(leaf, "joined", lambda leaf=leaf: leaf)())
+        name: np.asarray(getattr(leaf, "materialize", lambda leaf=leaf: leaf)())
         for name, leaf in trainer.engine.state().items()
     }
 

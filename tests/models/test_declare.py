@@ -12,7 +12,7 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.declared.transformer import describe
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
-from axonn_jax.ops.costs import StepPolicy, collectives, kept_bytes
+from axonn_jax.ops.costs import StepPolicy, collectives, saved_bytes
 from axonn_jax.ops.layers import Place
 from axonn_jax.tensor.params import split_module
 
@@ -67,7 +67,7 @@ def test_shared_experts_that_gather_keep_the_gathered_stream():
     for comm in (BlockComm(), BlockComm(mlp=True)):
         at = Place(1, 1, 1, 2, shape.seq_len, 4)
         block = describe(shape, at, comm)[1]
-        kept.append(kept_bytes(block, "save_collectives", at.tokens, 4, sizes, entry=0.0))
+        kept.append(saved_bytes(block, "save_collectives", at.tokens, 4, sizes, entry=0.0))
     widths = shape.mlp_inputs * shape.expert_ffn
     assert kept[1] - kept[0] == 4 * (shape.hidden - widths)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models import Transformer, preset, preset_names
-from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.models.declared.transformer import describe_single_device
 from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.options import DERIVED
 from axonn_jax.tensor.params import split_module
@@ -76,7 +76,7 @@ def test_active_parameters_equal_the_published_count(name, active):
 def test_blocks_with_16_experts_are_six_times_the_base(size):
     """TED section 3: (2/3 + E/3) times the parameters, without biases, norms and routers, below 0.05% together."""
     shape = preset(f"ted-{size}-16e")
-    blocks = sum(layer.count * parameters(layer) for layer in describe_alone(shape) if layer.in_block)
+    blocks = sum(layer.count * parameters(layer) for layer in describe_single_device(shape) if layer.in_block)
     assert blocks == pytest.approx((2 / 3 + 16 / 3) * 12 * shape.layers * shape.hidden**2, rel=5e-4)
 
 
@@ -121,7 +121,7 @@ def test_flops_equal_counting_the_traced_program(model):
 
     forward = matmul_flops(jax.make_jaxpr(loss)(parts.params, batch).jaxpr)
     step = matmul_flops(jax.make_jaxpr(jax.grad(loss))(parts.params, batch).jaxpr)
-    declared = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in describe_alone(shape))
+    declared = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in describe_single_device(shape))
     assert forward == 3 * declared
     assert step == shape.step_flops(3)
 

@@ -32,7 +32,7 @@ def values(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_is_that_of_one_device(name, capfd):
-    make, loss, batch, way = CASES[name]
+    make, loss, batch, strategy = CASES[name]
     plain, optimizer = make(), optax.adam(1e-2, eps=1e-3)
     alone = {written_for_pmap: square, masked: lambda model, batch: masked(model, batch)[0]}.get(loss, loss)
     if name == "statistics of the batch":
@@ -44,8 +44,8 @@ def test_a_loss_is_that_of_one_device(name, capfd):
     np.testing.assert_allclose([float(each["loss"]) for each in steps], [value for value, _ in want], rtol=2e-6)
     for got, value in zip(values(trainer.model), values(plain), strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5)
-    assert trainer.engine.program.way == way
-    assert ("rows: " in capfd.readouterr().err) == (way != "parts")
+    assert trainer.engine.program.strategy == strategy
+    assert ("rows: " in capfd.readouterr().err) == (strategy != "parts")
     if loss is masked:
         assert float(steps[0]["aux"]["rows"]) == batch["mask"].sum()
 
@@ -77,17 +77,17 @@ def test_microbatches_that_change_what_is_learned_are_told(axes, capfd):
 def test_half_precision_weights_beside_masters_are_compared(kept, capfd):
     memory = ax.MemoryConfig(precision="bf16", **kept)
     with jax.numpy_dtype_promotion("standard"):  # which Flax's norms count on
-        for loss, way in ((contrastive, "whole"), (square, "parts")):
+        for loss, strategy in ((contrastive, "whole"), (square, "parts")):
             trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss, memory=memory)
             trainer.step(X)
-            assert trainer.engine.program.way == way
+            assert trainer.engine.program.strategy == strategy
             assert "not compared" not in capfd.readouterr().err
 
 
 def test_a_mask_that_is_alike_in_the_first_batch_is_told(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=masked)
     trainer.step(MASKED | {"mask": np.ones(ROWS, np.float32)})
-    assert trainer.engine.program.way == "whole"
+    assert trainer.engine.program.strategy == "whole"
     assert "a mean over what a mask counts (div, row_losses.py:76): weight= keeps it in parts" in capfd.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_a_difference_that_comes_later_is_seen(largest, capfd):
     for step in range(5):
         trainer.step(X + (step == 4) * 20 * (np.arange(ROWS) == 0)[:, None])
         seen = largest == "understood" or step == 4
-        assert trainer.engine.program.way == ("whole" if seen else "parts")
+        assert trainer.engine.program.strategy == ("whole" if seen else "parts")
     said = capfd.readouterr().err
     if largest == "understood":
         assert "rows do not go by themselves: the largest over rows (reduce_max, test_rows.py:" in said
@@ -148,7 +148,7 @@ def test_a_difference_that_only_gradients_have_at_first_is_seen(mode):
     trainer = ax.Trainer(Gated(), optax.adam(1e-2, eps=1e-12), grids.lay(GridShape(data=2)), loss=loss)
     got = [float(trainer.step(X)["loss"]) for _ in range(STEPS)]
     np.testing.assert_allclose(got, [value for value, _ in want], rtol=1e-5, atol=1e-7)
-    assert trainer.engine.program.way == "whole"
+    assert trainer.engine.program.strategy == "whole"
     if mode != "loss of zero":  # whose gradients of biases are rounding, of any size behind Adam
         for value, other in zip(values(trainer.model), values(plain), strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-4)
@@ -163,7 +163,7 @@ def test_a_loop_whose_rounds_rows_decide_is_told(capfd):
 
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
     trainer.step(np.ones_like(X))
-    assert trainer.engine.program.way == "whole"
+    assert trainer.engine.program.strategy == "whole"
     assert "the largest over rows, which decides how often a loop runs (reduce_max, " in capfd.readouterr().err
 
 
@@ -241,7 +241,7 @@ def test_a_loss_that_reads_the_data_of_its_key_is_compared(capfd):
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
     trainer.step(X)
     assert capfd.readouterr().err == ""
-    assert trainer.engine.program.way == "parts"
+    assert trainer.engine.program.strategy == "parts"
 
 
 def test_an_evaluation_before_the_first_step_does_not_stand_for_it():
@@ -250,9 +250,9 @@ def test_an_evaluation_before_the_first_step_does_not_stand_for_it():
 
     trainer = ax.Trainer(Mlp(), optax.sgd(0.1), grids.lay(GridShape(data=2)), loss=loss)
     trainer.evaluate([X[:8]])
-    assert trainer.engine.program.way == "parts"
+    assert trainer.engine.program.strategy == "parts"
     trainer.step(X)
-    assert trainer.engine.program.way == "whole"
+    assert trainer.engine.program.strategy == "whole"
 
 
 def test_a_proof_that_cannot_be_made_leaves_no_parts(capfd):
@@ -268,7 +268,7 @@ def test_a_proof_that_cannot_be_made_leaves_no_parts(capfd):
 
     first = trainer()
     assert float(first.step(X)["loss"]) == pytest.approx(float(contrastive(Mlp(), X)), rel=1e-6)
-    assert first.engine.program.way != "parts"
+    assert first.engine.program.strategy != "parts"
     assert "not compared, as the loss of all rows at once fails: RuntimeError: no mesh" in capfd.readouterr().err
     with pytest.raises(UserError, match='microbatches = 3: rows="parts" where no row sees another, which cannot be'):
         trainer(microbatches=3).step(X)
@@ -289,7 +289,7 @@ print([float(trainer.step(X)["loss"]), float(contrastive(Mlp(), X))], trainer.en
 def test_a_loss_that_sees_other_rows_is_known_with_numbers_of_eight_bytes():
     done = finished([sys.executable, "-c", X64], PYTHONPATH=f"{ROOT}{os.pathsep}{Path(__file__).parent}")
     assert "not compared" not in done.stderr
-    values, way = done.stdout.rsplit(" ", 1)
+    values, strategy = done.stdout.rsplit(" ", 1)
     got, want = json.loads(values)
     assert got == pytest.approx(want, rel=1e-6)
-    assert way == "whole\n"
+    assert strategy == "whole\n"

@@ -26,7 +26,7 @@ def test_statistics_of_microbatches_are_told_and_leave_parts(axes, capfd):
 
     trainer = ax.Trainer(Normed(), optax.sgd(0.1), grids.lay(axes), loss=square, microbatches=3)
     trainer.step(X)
-    assert trainer.engine.program.way == "parts"
+    assert trainer.engine.program.strategy == "parts"
     said = "rows: the loss runs in parts of the rows; BatchNorm takes statistics of each microbatch; microbatches = 3"
     assert said in capfd.readouterr().err
 
@@ -44,7 +44,7 @@ def test_the_way_is_kept_by_a_checkpoint_with_its_reason(tmp_path, capfd):
 
     first = trainer(GridShape(data=2), not_understood)
     first.step(X + 20 * (np.arange(ROWS) == 0)[:, None])
-    assert first.engine.program.way == "whole"
+    assert first.engine.program.strategy == "whole"
     first.save(tmp_path, 1)
     told = capfd.readouterr().err.splitlines()[-1]
     other = trainer(GridShape(data=2, x=2), not_understood)
@@ -52,12 +52,12 @@ def test_the_way_is_kept_by_a_checkpoint_with_its_reason(tmp_path, capfd):
     late = X + 20 * (np.arange(ROWS) == ROWS - 1)[:, None]
     for batch in (X, X, late):
         assert float(other.step(batch)["loss"]) == pytest.approx(float(first.step(batch)["loss"]), rel=1e-6)
-    assert other.engine.program.way == "whole"
+    assert other.engine.program.strategy == "whole"
     assert f"{told}, as before the checkpoint" in capfd.readouterr().err
     proven = trainer(GridShape(data=2), square)  # the verdict of its own trace holds
     proven.load(tmp_path)
     proven.step(X)
-    assert proven.engine.program.way == "parts"
+    assert proven.engine.program.strategy == "parts"
     assert "in parts of the rows, as its program shows; before the checkpoint it did not: " in capfd.readouterr().err
 
 
@@ -80,7 +80,7 @@ def test_a_loss_that_is_told_resumes_on_another_grid(loss, tmp_path):
     for step in range(2, 5):
         want = float(first.step(batch(step))["loss"])
         assert float(other.step(batch(step))["loss"]) == pytest.approx(want, rel=1e-5)
-    assert first.engine.program.way == other.engine.program.way == "whole"
+    assert first.engine.program.strategy == other.engine.program.strategy == "whole"
 
 
 def test_an_evaluation_whose_loss_sees_all_rows_has_them_at_once(capfd):
@@ -98,7 +98,7 @@ def test_an_evaluation_whose_loss_sees_all_rows_has_them_at_once(capfd):
         assert trainer.evaluate([X]) == pytest.approx(want, rel=1e-6)
         assert "evaluate: the loss runs on all rows of a batch at once; a result that is" in capfd.readouterr().err
         trainer.step(X)
-        assert trainer.engine.program.way == "parts"
+        assert trainer.engine.program.strategy == "parts"
 
 
 def test_half_precision_that_several_devices_compare_is_no_difference(monkeypatch, capfd):
@@ -119,5 +119,5 @@ def test_half_precision_that_several_devices_compare_is_no_difference(monkeypatc
 
     trainer = ax.Trainer(Half(), optax.sgd(0.1), grids.lay(GridShape(y=2)), loss=loss, microbatches=2)
     trainer.step(X)
-    assert trainer.engine.program.way == "parts"
+    assert trainer.engine.program.strategy == "parts"
     assert "rows: " not in capfd.readouterr().err

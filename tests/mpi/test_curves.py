@@ -10,7 +10,7 @@ from launched import UNDER_MPIRUN, curves, errors
 from mpi_runs import EVERY_CASE, MODELS, SLOW_CASES, start_of, words
 
 from axonn_jax.cli.main import main
-from axonn_jax.timeline.spans import last_whole_step
+from axonn_jax.timeline.spans import last_complete_step
 from axonn_jax.timeline.trace import read_trace
 
 pytestmark = UNDER_MPIRUN
@@ -97,7 +97,7 @@ def test_the_run_directory_is_complete(name, run_of):
     pipe = EVERY_CASE[name][2]["grid_pipe"]
     spans = read_trace(run / "timeline.json")
     assert {span.rank for span in spans} == set(range(pipe))
-    step = last_whole_step(spans)
+    step = last_complete_step(spans)
     tasks = [span.name for span in spans if span.step == step and span.kind != "optimizer"]
     kinds = {f"{place}.{m}": "" for place in range(pipe) for m in range(4)}
     for name in sorted(tasks):

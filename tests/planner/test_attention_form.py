@@ -130,7 +130,7 @@ def test_blocked_attention_keeps_what_its_gradient_reads():
         lambda *qkv: jax.vjp(lambda *a: attention.causal_attention(*a, "blocked"), *qkv)[1], heads, kv, kv
     )
     found = sum(one.size for one in jax.tree.leaves(saved)) / 256
-    blocked, fused = (block_activations(shape, 1, 1, 4, "none", kernel).kept / 4 for kernel in ("blocked", "cudnn"))
+    blocked, fused = (block_activations(shape, 1, 1, 4, "none", kernel).saved / 4 for kernel in ("blocked", "cudnn"))
     assert found == shape.qkv_width + shape.heads + blocked - fused  # queries to values and a statistic are in both
 
 

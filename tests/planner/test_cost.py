@@ -271,7 +271,7 @@ def test_gradients_of_measured_machines_travel_together():
 def test_activations_of_measured_machines_have_their_latency_in_every_microbatch():
     traffic = Traffic(PlanRequest(preset("gpt-5b"), _measured(1e-2), 1, "bf16"))
     line = traffic.lines(GridShape(x=2), "block", "reduce")[0]
-    assert line.fixed == line.each == 0.0
+    assert line.fixed == line.per_sequence == 0.0
     moved = sum(count * size for count, _, size in line.curves) * 1e-9
     calls = sum(count for count, _, _ in line.curves)
     assert line.at(2) == pytest.approx(calls * 1e-2 + 2 * moved, rel=1e-2)

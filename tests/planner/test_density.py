@@ -26,10 +26,10 @@ from axonn_jax.train.trainer import Trainer
 
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.5])
 def test_bytes_a_pruned_parameter(density):
-    assert device_state(1.0, "bf16", kept=density).total == pytest.approx(2 + 20 * density)
-    assert device_state(1.0, "bf16", kept=density, gradient_item=2).total == pytest.approx(2 + 18 * density)
-    assert device_state(1.0, "fp32", kept=density).total == pytest.approx(4 + 20 * density)
-    assert device_state(1.0, "bf16", kept=density, offload=True).total == pytest.approx(2 + 8 * density)
+    assert device_state(1.0, "bf16", unpruned=density).total == pytest.approx(2 + 20 * density)
+    assert device_state(1.0, "bf16", unpruned=density, gradient_item=2).total == pytest.approx(2 + 18 * density)
+    assert device_state(1.0, "fp32", unpruned=density).total == pytest.approx(4 + 20 * density)
+    assert device_state(1.0, "bf16", unpruned=density, offload=True).total == pytest.approx(2 + 8 * density)
 
 
 def state(density):
@@ -42,7 +42,7 @@ def test_a_model_of_2_7_billion_needs_74_percent_less():
     # The abstract's figure is of the whole model, whose embeddings and norms are not pruned; dense training in half
     # precision with masters apart has 18 bytes a parameter, here as with ZeRO-1.
     params = preset("gpt-2.7b").params()
-    dense = device_state(params, "fp16", apart=True).total
+    dense = device_state(params, "fp16", separate_masters=True).total
     assert dense == 18 * params
     assert 1 - state(0.1) / dense == pytest.approx(0.74, abs=0.005)
 

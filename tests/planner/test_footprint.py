@@ -31,7 +31,7 @@ def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
         (2, 3.25, 11),
     ):  # (stage, microbatch) pairs alive at once, groups each
         one = footprint.memory(Candidate(GridShape(pipe=4), 64, "full", stages))
-        again = blocks * whole.kept + whole.working
+        again = blocks * whole.saved + whole.working
         assert one.activations == pytest.approx(tokens * (again + inputs * whole.entry))
 
 

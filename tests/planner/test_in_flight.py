@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from axonn_jax.cli.plan.flags import command, in_flight
-from axonn_jax.cli.plan.model import named_model
+from axonn_jax.cli.plan.model import resolve_model
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost_model.model import CostModel
@@ -63,14 +63,14 @@ def test_a_long_message_takes_more_microbatches_in_flight():
     model, usual = CostModel(asked), replace(best.candidate, in_flight=0)
     assert best.step_s < 0.95 * Prices(model).price(usual).step_s
     assert best.step_s < 0.75 * Prices(model).price(replace(usual, in_flight=8)).step_s
-    assert f"--pipeline.in_flight {best.candidate.in_flight}" in command(named_model("gpt-5b"), asked, best.candidate)
+    assert f"--pipeline.in_flight {best.candidate.in_flight}" in command(resolve_model("gpt-5b"), asked, best.candidate)
 
 
 def test_where_messages_take_no_time_to_speak_of_the_default_stays():
     asked = job(0.01, 64, 8)
     best = search(asked, 8, only(8, activations=("none",)), ROOMY).best[0]
     assert (best.candidate.in_flight, in_flight(asked, best.candidate)) == (0, 12)
-    assert "in_flight" not in command(named_model("gpt-5b"), asked, best.candidate)
+    assert "in_flight" not in command(resolve_model("gpt-5b"), asked, best.candidate)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_no_more_are_in_flight_than_there_is_memory_for(room, depth):
     best = search(asked, 8, space, limit).best[0]
     assert best.candidate.in_flight == depth
     assert best.memory.total <= limit
-    assert ("--pipeline.in_flight" in command(named_model("gpt-5b"), asked, best.candidate)) == (depth > 0)
+    assert ("--pipeline.in_flight" in command(resolve_model("gpt-5b"), asked, best.candidate)) == (depth > 0)
 
 
 def test_other_policies_have_no_such_number():

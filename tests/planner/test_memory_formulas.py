@@ -16,15 +16,20 @@ PHI = 1e9
 
 def test_axonn_state_is_twenty_bytes_or_four():
     """IPDPS 22, which has all gradients once more in float32 where nothing is offloaded."""
-    state = memory.device_state(PHI, "fp16", gradient_item=2, apart=True).total
+    state = memory.device_state(PHI, "fp16", gradient_item=2, separate_masters=True).total
     assert state + 4 * PHI == 20 * PHI
     assert memory.device_state(PHI, "fp16", gradient_item=2, offload=True).total == 4 * PHI
 
 
 def test_state_by_precision_and_place():
-    apart = memory.device_state(PHI, "bf16", gradient_item=2, apart=True)
-    assert (apart.weights, apart.gradients, apart.master, apart.moments) == (2 * PHI, 2 * PHI, 4 * PHI, 8 * PHI)
-    assert memory.device_state(PHI, "fp16", gradient_item=4, apart=True).total == 18 * PHI
+    separate_masters = memory.device_state(PHI, "bf16", gradient_item=2, separate_masters=True)
+    assert (
+        separate_masters.weights,
+        separate_masters.gradients,
+        separate_masters.master,
+        separate_masters.moments,
+    ) == (2 * PHI, 2 * PHI, 4 * PHI, 8 * PHI)
+    assert memory.device_state(PHI, "fp16", gradient_item=4, separate_masters=True).total == 18 * PHI
     for precision in ("fp32", "bf16", "fp16"):  # a half-precision run casts its float32 weights where it uses them
         single = memory.device_state(PHI, precision)
         assert (single.weights, single.gradients, single.master, single.moments) == (4 * PHI, 4 * PHI, 0, 8 * PHI)
@@ -36,7 +41,7 @@ def test_state_by_precision_and_place():
 
 
 def test_zero_shares_optimizer_state_only():
-    alone = memory.device_state(PHI, "bf16", apart=True)
+    alone = memory.device_state(PHI, "bf16", separate_masters=True)
     shared = memory.device_state(PHI, "bf16", replicas=8)
     assert (shared.weights, shared.gradients) == (alone.weights, alone.gradients)
     assert (shared.master, shared.moments) == (alone.master / 8, alone.moments / 8)
@@ -50,28 +55,28 @@ def test_a_split_sequence_divides_what_is_kept_of_the_stream():
     def block(policy, split):
         return block_activations(shape, 1, 4, 2, policy, comm=BlockComm(sequence_split=split))
 
-    assert block("none", False).kept - block("none", True).kept == 2 * (4 * shape.hidden - 4 * shape.hidden / 4)
-    assert block("full", True).kept == block("full", False).kept / 4 == 2 * shape.hidden / 4
-    assert block("save_collectives", True).kept == block("save_collectives", False).kept / 4
+    assert block("none", False).saved - block("none", True).saved == 2 * (4 * shape.hidden - 4 * shape.hidden / 4)
+    assert block("full", True).saved == block("full", False).saved / 4 == 2 * shape.hidden / 4
+    assert block("save_collectives", True).saved == block("save_collectives", False).saved / 4
     assert block("full", True).working < block("full", False).working
 
 
 def test_activation_policies_keep_less_and_less():
     shape = preset("gpt-5b")
-    kept = [block_activations(shape, 1, 1, 2, policy).kept for policy in ("none", "dots", "full", "offload")]
+    kept = [block_activations(shape, 1, 1, 2, policy).saved for policy in ("none", "dots", "full", "offload")]
     assert kept == sorted(kept, reverse=True)
     assert kept[2] == 2 * shape.hidden
     assert kept[3] == 0
     assert block_activations(shape, 1, 1, 2, "offload").host == 2 * shape.hidden
     # hidden: two inputs of norms, two normalised, QKV 3, attention 1, MLP 4 + 4; float32 statistics of the softmax.
     assert kept[0] == 2 * 16 * shape.hidden + 4 * shape.heads
-    scores = block_activations(shape, 1, 1, 2, "none", "xla").kept
+    scores = block_activations(shape, 1, 1, 2, "none", "xla").saved
     assert scores == 2 * (16 * shape.hidden + 2 * shape.heads * shape.seq_len)
 
 
 def test_axes_split_what_they_shard():
     shape = preset("llama2-7b")
-    whole, over_x, over_y = (block_activations(shape, x, y, 2, "none").kept for x, y in ((1, 1), (2, 1), (1, 2)))
+    whole, over_x, over_y = (block_activations(shape, x, y, 2, "none").saved for x, y in ((1, 1), (2, 1), (1, 2)))
     stream = 4 * shape.hidden * 2
     assert whole - over_x == pytest.approx(stream / 2)
     assert whole - over_y == pytest.approx((whole - stream) / 2)

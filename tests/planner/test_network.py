@@ -159,8 +159,8 @@ def test_y_of_four_leaves_summits_nodes_of_six():
     assert [line.near for line in lines] == [False]
     # Four devices alone are one node's, whatever was priced before.
     assert [line.near for line in model.traffic.lines(GridShape(y=4), "block", "reduce")] == [True]
-    wide = model.traffic.lines(GridShape(y=4), "block", "reduce")[0].each
-    assert lines[0].each == pytest.approx(wide * 40e9 / 23e9)
+    wide = model.traffic.lines(GridShape(y=4), "block", "reduce")[0].per_sequence
+    assert lines[0].per_sequence == pytest.approx(wide * 40e9 / 23e9)
     for y, near in ((2, True), (4, False), (8, False)):
         model, one = priced(y, 6, 2)
         assert all(line.near == near for line in model.traffic.lines(one.candidate.grid, "block", "reduce"))

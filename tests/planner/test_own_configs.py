@@ -67,7 +67,7 @@ def test_a_plan_is_what_is_compiled(tmp_path, name):
     policy = StepPolicy(chosen.microbatches, "full", chosen.reshard_after, scanned=True)
     where = (chosen.grid, request.batch, policy)
     assert account(StepSpec(request.shape, *where, comm=comm, moe=request.moe, lora=request.lora)).exact
-    train = question.named.config.train
+    train = question.model.config.train
     optimizer = averaging(make_optimizer(train), train.ema) if train.ema else make_optimizer(train)
     program = compile_abstract(
         request.shape, build_grid(chosen.grid, jax.devices()[:8]), optimizer, sequences=request.batch,

@@ -12,7 +12,7 @@ from trainers import make_trainer
 import axonn_jax as ax
 from axonn_jax import GridShape, PruneConfig
 from axonn_jax.pruned import masks
-from axonn_jax.pruned.masks import kept, magnitude_masks, random_masks
+from axonn_jax.pruned.masks import keep_count, magnitude_masks, random_masks
 
 EVERY, STEPS = 2, 24
 
@@ -156,7 +156,7 @@ def test_magnitude_by_layer(axes, ties, density):
     given = weights(ties)
     found = magnitude_masks(laid(given, axes), density, "layer")
     for name, value in given.items():
-        np.testing.assert_array_equal(np.asarray(found[name]), largest(value, kept(value.size, density)))
+        np.testing.assert_array_equal(np.asarray(found[name]), largest(value, keep_count(value.size, density)))
 
 
 @pytest.mark.parametrize("axes", AXES, ids=grids.name)
@@ -166,7 +166,7 @@ def test_magnitude_of_all_together(axes, ties, density):
     given = weights(ties) | {"z": np.zeros((8, 8), np.float32)}
     names = sorted(given)
     together = np.concatenate([given[name].reshape(-1) for name in names])
-    want = largest(together, kept(together.size, density))
+    want = largest(together, keep_count(together.size, density))
     found = magnitude_masks(laid(given, axes), density, "global")
     np.testing.assert_array_equal(np.concatenate([np.asarray(found[name]).reshape(-1) for name in names]), want)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from axonn_jax import GridShape, PruneConfig, Trainer, UserError
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.models import ModelShape, Transformer
-from axonn_jax.pruned.masks import kept
+from axonn_jax.pruned.masks import keep_count
 from axonn_jax.train.engines import base
 
 FROM = "masks of the checkpoint that the run goes on from"
@@ -54,12 +54,12 @@ def test_a_search_that_is_interrupted_says_so_and_a_run_that_was_never_pruned(tr
 
 def test_a_pipeline_says_what_is_pruned_and_refuses_another_density(train):
     pipe = ["--prune.density", "0.2", "--grid.pipe", "2", "--train.microbatches", "2"]
-    kept = "pruned: 1,230 of 6,144 entries of 8 kernels are trained, in 1,230 slots"
+    keep_count = "pruned: 1,230 of 6,144 entries of 8 kernels are trained, in 1,230 slots"
     train("dense", "--train.steps", "1")
-    assert kept in train("dense", *pipe, "--train.steps", "2")
+    assert keep_count in train("dense", *pipe, "--train.steps", "2")
     refused = train("dense", *pipe, "--train.steps", "3", "--prune.density", "0.02", status=2)
     assert f"error: prune.density = 0.02: 0.2002, as the {FROM} keep 1,230 of 6,144 entries" in refused
-    assert kept in train("dense", *pipe, "--train.steps", "3")
+    assert keep_count in train("dense", *pipe, "--train.steps", "3")
 
 
 def test_a_run_says_what_is_pruned_behind_a_later_step(train):
@@ -122,7 +122,7 @@ ONE = pytest.mark.parametrize("axes", [GridShape(), pytest.param(PIPELINE, marks
 
 @ONE
 def test_masks_keep_what_the_density_asks_for_to_an_entry_and_that_of_the_error_is_accepted(axes, tmp_path):
-    assert [kept(4096, share) for share in (0.001, 0.0001, 0.0011)] == [4, 1, 5]
+    assert [keep_count(4096, share) for share in (0.001, 0.0001, 0.0011)] == [4, 1, 5]
     with saved(axes, tmp_path, density=0.001) as (path, _):
         for density in (0.0001, 0.0011):
             line = rf"prune\.density = {density}: 0\.00098, as the {FROM} keep 48 of 49,152 "

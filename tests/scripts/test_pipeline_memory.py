@@ -5,7 +5,7 @@ from pipeline_memory import measure_pipeline as measure
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.models.declared.transformer import describe_single_device
 from axonn_jax.ops.costs import parameters
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128, seq_len=32)
@@ -14,7 +14,7 @@ SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128,
 @pytest.mark.slow
 def test_a_pipelines_bytes_are_state_sums_and_what_its_programs_need():
     """Two places, one with the table and positions and one with the tied table again."""
-    halves = parameters(describe_alone(SHAPE)[1])
+    halves = parameters(describe_single_device(SHAPE)[1])
     first, last = (halves + SHAPE.hidden * size for size in (SHAPE.vocab + SHAPE.seq_len, SHAPE.vocab + 2))
     state, beside = measure(SHAPE, GridShape(pipe=2), 4, 1, "full")
     assert state in (12 * first, 12 * last)

@@ -146,7 +146,7 @@ def version(text):
         (H100, "float32", 128, "it needs bf16 or fp16, this is float32"),
         (AttentionDevice("rocm"), "bfloat16", 128, "it needs an NVIDIA GPU"),
         (AttentionDevice("tpu"), "bfloat16", 128, "not splash: it needs tokamax, which is not installed"),
-        (AttentionDevice("tpu", tokamax=True, alone=False), "bfloat16", 128, "where a stage has one device"),
+        (AttentionDevice("tpu", tokamax=True, single_device=False), "bfloat16", 128, "where a stage has one device"),
     ],
 )
 def test_auto_falls_back_to_blocks_and_says_why(device, dtype, head_dim, said):
@@ -184,7 +184,7 @@ def test_capped_scores_are_blocked_or_refused(device):
 def test_the_form_taken_is_the_one_that_runs(monkeypatch):
     """A GPU in all that the choice asks for; then a TPU with a tokamax that is told what to compute."""
     q, k, v, _ = (jnp.asarray(a, jnp.bfloat16) for a in inputs(1, 128, 2, 2, 188))
-    monkeypatch.setattr(compat, "attention_device", lambda device, *, alone: H100)
+    monkeypatch.setattr(compat, "attention_device", lambda device, *, single_device: H100)
     text = str(jax.make_jaxpr(causal_attention)(q, k, v))
     assert "custom_vjp_call" in text  # the blocked form; jax's raises for this head_dim, or stands as its own primitive
     assert "dot_product_attention" not in text
@@ -196,7 +196,7 @@ def test_the_form_taken_is_the_one_that_runs(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=fake))
     tpu = AttentionDevice("tpu", tokamax=True)
-    monkeypatch.setattr(compat, "attention_device", lambda device, *, alone: tpu)
+    monkeypatch.setattr(compat, "attention_device", lambda device, *, single_device: tpu)
     causal_attention(q, k, v)
     assert asked == [{"is_causal": True, "implementation": "mosaic_tpu"}]
 

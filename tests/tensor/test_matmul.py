@@ -39,11 +39,11 @@ def test_few_rows_are_the_product_too(is_turned, dtype):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((12, 24), (24, 20)))
     held = w.T if is_turned else w
-    program = jax.jit(lambda x, w: matmul(x, w, turned=is_turned, few=12))
+    program = jax.jit(lambda x, w: matmul(x, w, turned=is_turned, transpose_limit=12))
     close(program(x, held), np.asarray(x, np.float64) @ np.asarray(w, np.float64), dtype)
     dims = (((1,), (1 if is_turned else 0,)), ((), ()))
     plain = str(jax.make_jaxpr(lambda x, w: jax.lax.dot_general(x, w, dims))(x, held))
-    assert str(jax.make_jaxpr(lambda x, w: matmul(x, w, turned=is_turned, few=11))(x, held)) == plain
+    assert str(jax.make_jaxpr(lambda x, w: matmul(x, w, turned=is_turned, transpose_limit=11))(x, held)) == plain
     assert "optimization_barrier" in str(jax.make_jaxpr(program)(x, held))
 
 

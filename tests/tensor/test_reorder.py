@@ -10,7 +10,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.tensor.overlap.reorder import in_order, reorder
 from axonn_jax.tensor.specs import shard_mapped
 
@@ -64,19 +64,19 @@ def kinds(closed):
 
 
 def test_every_equation_is_there_once_and_after_its_inputs(ordered):
-    before, after = ordered
-    counts = {name: kinds(after).count(name) for name in set(kinds(before)) - {"jit", "pjit"}}
+    before, depend_on = ordered
+    counts = {name: kinds(depend_on).count(name) for name in set(kinds(before)) - {"jit", "pjit"}}
     assert counts == {name: kinds(before).count(name) for name in counts}
-    known = {*after.jaxpr.invars, *after.jaxpr.constvars}
-    for eqn in after.jaxpr.eqns:
+    known = {*depend_on.jaxpr.invars, *depend_on.jaxpr.constvars}
+    for eqn in depend_on.jaxpr.eqns:
         assert all(v in known for v in eqn.invars if isinstance(v, Var)), eqn
         known.update(eqn.outvars)
 
 
 def test_each_all_reduce_of_one_chain_has_a_matmul_of_the_other_beside_it(ordered):
     """What uses an all-reduced value is tied to a matmul between the two, except after a chain's last matmul."""
-    _, after = ordered
-    eqns = after.jaxpr.eqns
+    _, depend_on = ordered
+    eqns = depend_on.jaxpr.eqns
     large = [i for i, eqn in enumerate(eqns) if eqn.primitive.name.startswith("psum") and eqn.outvars[0].aval.size > 1]
     covered = 0
     for i in large:
@@ -121,8 +121,8 @@ def test_what_is_recomputed_on_purpose_stays_recomputed():
 def test_what_comes_after_a_value_does_not_depend_on_it():
     """Not on its NaN either; and for a GPU nothing is computed."""
     x, bad = jnp.arange(3.0), jnp.full((2, 2), jnp.nan)
-    np.testing.assert_array_equal(jax.jit(after)(x, bad), x)
-    text = jax.jit(after).trace(x, bad).lower(lowering_platforms=("cuda",)).as_text()
+    np.testing.assert_array_equal(jax.jit(depend_on)(x, bad), x)
+    text = jax.jit(depend_on).trace(x, bad).lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"stablehlo\.(\w+)", text)
     assert found == ["optimization_barrier"]
 
@@ -180,10 +180,10 @@ def test_a_small_collective_that_is_due_goes_before_a_large_one():
     sums = [eqn for eqn in eqns if eqn.primitive.name.startswith("psum")]
     large = [eqn for eqn in sums if eqn.outvars[0].aval.shape[-1] > 1]
     ties = [produced[eqn.invars[0]] for eqn in large if produced[eqn.invars[0]].primitive.name == "tie"]
-    after = [produced[tie.invars[1]] for tie in ties]
+    depend_on = [produced[tie.invars[1]] for tie in ties]
     assert len(large) == 4
-    assert after
-    assert all(eqn in sums and eqn not in large for eqn in after)
+    assert depend_on
+    assert all(eqn in sums and eqn not in large for eqn in depend_on)
 
 
 def test_values_where_large_collectives_give_way():

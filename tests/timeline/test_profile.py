@@ -55,8 +55,8 @@ def test_a_run_that_ends_in_between_keeps_what_is_there(tmp_path):
     said = []
     with Profile(range(2, 9), tmp_path, 0, said.append) as profile:
         for step in (1, 2, 3):
-            profile.before(step, None)
-            profile.after(step, jax.jit(lambda x: x + 1.0)(float(step)))
+            profile.step_starts(step, None)
+            profile.step_ended(step, jax.jit(lambda x: x + 1.0)(float(step)))
     assert f"profile of steps 2 to 3 in {tmp_path}" in said[0]
     assert traces(tmp_path) == ["rank_0"]
 
@@ -65,8 +65,8 @@ def test_a_run_that_goes_on_behind_some_of_the_steps_traces_the_rest(tmp_path):
     said = []
     with Profile(range(2, 6), tmp_path, 0, said.append, behind=3) as profile:
         for step in (4, 5, 6):
-            profile.before(step, None)
-            profile.after(step, jax.jit(lambda x: x + 1.0)(float(step)))
+            profile.step_starts(step, None)
+            profile.step_ended(step, jax.jit(lambda x: x + 1.0)(float(step)))
     assert f"profile of steps 4 to 5 in {tmp_path}" in said[0]
     said.clear()
     Profile(range(2, 6), tmp_path, 1, said.append, behind=5)
@@ -77,10 +77,10 @@ def test_calls_of_python_as_of_a_compilation_take_no_operations_place(tmp_path):
     """A trace has a million events: a step that compiled left few operations in it, or none."""
     said = []
     with Profile(range(1, 2), tmp_path, 0, said.append) as profile:
-        profile.before(1, None)
+        profile.step_starts(1, None)
         for _ in range(1_100_000):
             len(said)
-        profile.after(1, jax.jit(lambda x: x + 1.0)(1.0))
+        profile.step_ended(1, jax.jit(lambda x: x + 1.0)(1.0))
     assert "profile: 1 device busy " in said[1]
 
 
@@ -92,14 +92,14 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
 
     jax.profiler.start_trace(tmp_path / "another")  # a second one at a time is refused
     with Profile(range(1, 2), tmp_path, 0, said.append) as profile:
-        profile.before(1, None)
-        profile.after(1, None)
+        profile.step_starts(1, None)
+        profile.step_ended(1, None)
     jax.profiler.stop_trace()
     with Profile(range(1, 2), tmp_path, 0, said.append) as profile, monkeypatch.context() as patch:
-        profile.before(1, None)
+        profile.step_starts(1, None)
         stop = jax.profiler.stop_trace
         patch.setattr(jax.profiler, "stop_trace", lambda: (stop(), full()))
-        profile.after(1, None)
+        profile.step_ended(1, None)
     assert [line.split(":")[0] for line in said] == ["warning"] * 2
     assert said[1].endswith("No space left on device")
     with pytest.raises(OSError, match="left no trace"):

@@ -18,7 +18,7 @@ from axonn_jax.timeline.spans import (
     Recorder,
     Span,
     estimate_offset,
-    last_whole_step,
+    last_complete_step,
     merge,
     ranks_of,
     shift,
@@ -169,9 +169,9 @@ def test_the_idle_share_is_of_one_step():
 def test_the_last_whole_step():
     cut = gpipe(2, 4, step=9)[:-3]
     late = [task(0, 0.0, 1.0, kind="communication", step=9)] * 20
-    assert last_whole_step(gpipe(2, 4, step=7) + gpipe(2, 4, step=8) + cut + late) == 8
-    assert last_whole_step([]) is None
-    assert last_whole_step(gpipe(2, 4, step=7, split=True) + gpipe(2, 4, step=8)) == 8  # fewer tasks, as whole
+    assert last_complete_step(gpipe(2, 4, step=7) + gpipe(2, 4, step=8) + cut + late) == 8
+    assert last_complete_step([]) is None
+    assert last_complete_step(gpipe(2, 4, step=7, split=True) + gpipe(2, 4, step=8)) == 8  # fewer tasks, as whole
 
 
 def test_a_trace_reads_back(tmp_path):

@@ -18,7 +18,7 @@ from axonn_jax.checkpoint.orbax import OrbaxWriter
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import say
-from axonn_jax.tracking.files import FACTS, TensorBoard, started
+from axonn_jax.tracking.files import FACTS, TensorBoard, start_trackers
 from axonn_jax.tracking.records import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts, RunTracker, Trackers, tracker_class
 
@@ -184,7 +184,9 @@ def run_of(folder, steps, resumed=0, last_evaluated=(), names="a"):
     """What each tracker is told of a run of these steps, beside metrics.jsonl."""
     told = [Kept() for _ in names]
     asked = [RunTracker("log.tracker", name, kept) for name, kept in zip(names, told, strict=True)]
-    with started([RunTracker("log.dir", "", JsonLines(), once=False), *asked], folder, {}, resumed, print) as log:
+    with start_trackers(
+        [RunTracker("log.dir", "", JsonLines(), once=False), *asked], folder, {}, resumed, print
+    ) as log:
         for step in steps:
             log.log(step, loss=1.0 / step)
             if step in last_evaluated:
@@ -210,7 +212,7 @@ def test_a_tracker_that_did_not_start_is_told_of_the_steps_before_when_it_does(t
     failing = Kept()
     failing.fails = "start"
     with pytest.raises(UserError, match="no server"):
-        started([RunTracker("log.tracker", "a", failing)], tmp_path, {}, 2, print)
+        start_trackers([RunTracker("log.tracker", "a", failing)], tmp_path, {}, 2, print)
     assert run_of(tmp_path, range(3, 4), resumed=2)[0][1:-1] == [(1, "loss"), (2, "loss"), (3, "loss")]
 
 
@@ -248,7 +250,7 @@ def test_a_run_whose_id_is_damaged_goes_on_with_a_new_one_and_says_so(damage, tm
 def test_facts_that_cannot_be_written_are_one_line(tmp_path):
     (tmp_path / FACTS).mkdir()
     with pytest.raises(UserError, match=r"a directory that tracked.json can be written in; Is a directory$"):
-        started([], tmp_path, {}, 0, print)
+        start_trackers([], tmp_path, {}, 0, print)
 
 
 @pytest.mark.parametrize("fault", [ConnectionError("gone"), SystemExit(0), SystemExit("gone")])

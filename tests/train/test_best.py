@@ -14,7 +14,7 @@ from axonn_jax.cli.main import main
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.tracking.records import JsonLines, read_metrics
 from axonn_jax.tracking.tracker import RunFacts
-from axonn_jax.train.metrics import Best, held_out_losses
+from axonn_jax.train.metrics import Best, recorded_eval_losses
 
 
 def test_the_lowest_is_counted():
@@ -33,7 +33,7 @@ def test_an_evaluation_that_was_not_finite_counts_when_a_run_goes_on(tmp_path):
         log.log(step, {"loss": 1.0})
         log.log(step, {"eval_loss": loss})
     log.finish()
-    best = Best((step, loss) for step, loss, _ in held_out_losses(tmp_path, LocalSync()))
+    best = Best((step, loss) for step, loss, _ in recorded_eval_losses(tmp_path, LocalSync()))
     assert (best.step, best.loss, best.since) == (2, 3.0, 2)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import CASES, FURTHER, MORE, SETTINGS, Case
 
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 
 STEPS, SAVED = 4, 2
 # Sums of another order: as test_parity has them of gradients, and what steps carry on as test_trainer.
@@ -26,7 +26,9 @@ class Run:
     def __init__(self, case, folder):
         self.case, self.trainer = case, cases.trainer(case)
         metrics = self._steps(0, 1)
-        state = {name: np.asarray(value, np.float64) for name, value in joined(self.trainer.engine.state()).items()}
+        state = {
+            name: np.asarray(value, np.float64) for name, value in materialize(self.trainer.engine.state()).items()
+        }
         self.gradients = {name.partition(".trace.")[2]: value for name, value in state.items() if ".trace." in name}
         metrics += self._steps(1, SAVED)
         self.path = self.trainer.save(folder, SAVED)

@@ -12,7 +12,7 @@ from trainers import losses, make_trainer, transformer
 import axonn_jax as ax
 from axonn_jax import GridShape, Loader, UserError
 from axonn_jax.data.goldfish import GoldfishConfig
-from axonn_jax.models.packed import LEFT_OUT, counted_targets, pack
+from axonn_jax.models.packed import IGNORED_TARGET, counted_targets, pack
 
 MASK = (1 << 64) - 1
 
@@ -39,7 +39,7 @@ def rows(shape, vocab=150_000, seed=0):
 def test_targets_left_out_are_those_of_the_reference(k, h):
     batch = rows((6, 65))
     marked = ax.goldfish(batch, k, h)
-    np.testing.assert_array_equal(marked & ~LEFT_OUT, batch)
+    np.testing.assert_array_equal(marked & ~IGNORED_TARGET, batch)
     for row, left_out in zip(batch, ~counted_targets(marked, packed=False), strict=True):
         assert {int(place) + 1 for place in np.flatnonzero(left_out)} == dropped(row, k, h)
 
@@ -121,7 +121,7 @@ def test_a_loader_leaves_out_the_same_targets_in_every_epoch(prepared):
 
     seen = take(3)
     assert all(len(copies) == 2 and np.array_equal(*copies) for copies in seen.values())
-    assert any((row & LEFT_OUT).any() for copies in seen.values() for row in copies)
+    assert any((row & IGNORED_TARGET).any() for copies in seen.values() for row in copies)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from launched import (
 )  # fmt: skip
 
 from axonn_jax.distributed.host_sync import LOCK, LocalSync, only_run_in
-from axonn_jax.documents import held
+from axonn_jax.documents import file_lock
 from axonn_jax.errors import UserError
 from axonn_jax.tracking.records import read_metrics
 
@@ -132,7 +132,7 @@ def test_a_run_that_is_refused_has_touched_nothing(how, config, tmp_path):
     words = command(config, run, 2 if how == "mpirun" else 1, **options)
     if how == "launch":
         words = [*AXONN, "launch", "-n", "2", "train", str(config), "--log.dir", str(run), *flags(options)]
-    with held(run / LOCK):
+    with file_lock(run / LOCK):
         before = contents(run)
         done = finished(restarted(words, 3) if how == "restarts" else words)
         assert contents(run) == before
@@ -168,7 +168,7 @@ def test_a_restart_waits_for_what_is_left_of_the_job_before(config, tmp_path):
         until(lambda: complete(run), err.read_text, process=job)
         os.kill(int((run / LOCK).read_text().split()[1]), signal.SIGKILL)
         until(lambda: "starting again in 1 s" in err.read_text(), err.read_text, process=job)
-        with held(run / LOCK):
+        with file_lock(run / LOCK):
             until(lambda: f"waiting for process {os.getpid()} on " in err.read_text(), err.read_text, process=job)
         assert job.wait(120) == 0, err.read_text()
     assert "resumed at step" in err.read_text()

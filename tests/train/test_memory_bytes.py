@@ -19,7 +19,7 @@ def test_a_pipeline_keeps_what_its_policy_says():
     def kept(activations):
         trainer = made(GridShape(pipe=2), activations=activations)
         pipe, _ = trainer.engine._prepare(batches(1)[0])
-        found = sum(stage.bytes_kept() for rank in pipe.ranks.values() for stage in rank.stages.values())
+        found = sum(stage.residual_bytes() for rank in pipe.ranks.values() for stage in rank.stages.values())
         trainer.close()
         return found
 

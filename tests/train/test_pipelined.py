@@ -18,7 +18,7 @@ from axonn_jax import GridShape, PipelineConfig, UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.memory.report import unused
 from axonn_jax.pipeline import build
-from axonn_jax.timeline.spans import last_whole_step
+from axonn_jax.timeline.spans import last_complete_step
 from axonn_jax.train.engines import pipeline
 
 STEPS, MICROBATCHES, ROWS = 20, 4, 16
@@ -152,7 +152,7 @@ def test_every_task_is_on_the_timeline(two_stages):
                 assert ran in ([{"F", "I", "W"}] if late else [{"F", "B"}, {"F", "I", "W"}])
             else:  # the last stage has a forward and what follows it in one program
                 assert ran in ([{"FI", "W"}] if late else [{"FB"}, {"FI", "W"}])
-    assert last_whole_step(two_stages.engine._links.recorder.spans()) == 3
+    assert last_complete_step(two_stages.engine._links.recorder.spans()) == 3
     assert all(span.end >= span.start for span in spans)
 
 
@@ -167,7 +167,7 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
     made = trainer("gpt", {"pipe": 2}, activations="full", policy=policy)
     made.step(batches(GPT.vocab, GPT.seq_len + 1)[0])
     kept = {
-        place: rank.stages[place].bytes_kept()
+        place: rank.stages[place].residual_bytes()
         for pipe in made.engine._pipes.values()
         for place, rank in pipe.ranks.items()
     }

@@ -16,9 +16,9 @@ from trainers import again, ids, losses, make_trainer, params, same
 import axonn_jax as ax
 from axonn_jax import GridShape, PipelineConfig, UserError
 from axonn_jax.checkpoint.manifest import read
-from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
+from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, resolve_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 
 BEFORE, AFTER, MICROBATCHES, ROWS = 3, 10, 4, 16
 GPT = dataclasses.replace(grids.GPT, layers=2, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
@@ -94,7 +94,7 @@ def test_any_grid_goes_on_from_any_other(source, target, saved):
     resumed = trainer(GRIDS[target])
     assert resumed.load(path) == BEFORE == resumed.engine.steps_done
     same(resumed.engine.params, before)
-    state = joined(resumed.engine.state())
+    state = materialize(resumed.engine.state())
     (count,) = {int(value) for name, value in state.items() if name.endswith("count")}
     assert count == BEFORE
     found = Checkpoint(path, read(path))
@@ -117,7 +117,7 @@ def test_the_weights_alone_start_another_run(saved):
     same(other.engine.params, before)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(other.engine.opt_state))
     abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for n, p in other.engine.params.items()}
-    read_alone = load_weights(named_checkpoint(path.parent, LocalSync(), pytest.fail, "checkpoint"), abstract)
+    read_alone = load_weights(resolve_checkpoint(path.parent, LocalSync(), pytest.fail, "checkpoint"), abstract)
     assert set(read_alone) == set(before)
 
 

@@ -85,7 +85,7 @@ def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.engine.train_state.model))
     monkeypatch.setattr(orbax, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
     monkeypatch.setattr(base, "load", sampled("read", base.load))
-    monkeypatch.setattr(stacked, "_joined", sampled("join", stacked._joined))
+    monkeypatch.setattr(stacked, "_stack_arrays", sampled("join", stacked._stack_arrays))
     want = jax.tree.map(np.array, (trainer.engine.params, trainer.engine.opt_state))
     trainer.save(tmp_path, 1)
     trainer.load(tmp_path / "step_00000001")

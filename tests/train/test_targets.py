@@ -14,7 +14,7 @@ from trainers import make_trainer, params, same, transformer
 
 import axonn_jax as ax
 from axonn_jax import GridShape, UserError
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.models.packed import pack
 from axonn_jax.tensor.params import split_module
 
@@ -65,7 +65,7 @@ def test_ids_below_zero_are_no_targets(axes):
     metrics = trainer.step(rows)
     assert float(metrics["loss"]) == pytest.approx(want, rel=grids.SCALAR_TOLERANCE)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=grids.SCALAR_TOLERANCE)
-    state = {name.partition(".trace.")[2]: value for name, value in joined(trainer.engine.state()).items()}
+    state = {name.partition(".trace.")[2]: value for name, value in materialize(trainer.engine.state()).items()}
     for name, grad in grads.items():
         np.testing.assert_allclose(state[name], grad, atol=grids.GRADIENT_TOLERANCE * np.abs(grad).max(), err_msg=name)
     with pytest.raises(

@@ -28,7 +28,7 @@ class ThreadSync(HostSync):
         self.barrier.wait(30)
         return gathered
 
-    def any_before(self, flag):
+    def any_flag_last_call(self, flag):
         raise NotImplementedError
 
 

@@ -13,11 +13,11 @@ from axonn_jax.backend.dependence.row_loops import Value, Values
 from axonn_jax.backend.dependence.row_types import (
     NO_AXES,
     Divisor,
+    Fault,
     Rows,
     RowType,
     Same,
     Sum,
-    Told,
     coupled,
     unknown,
 )
@@ -28,7 +28,7 @@ _COTANGENT = Divisor("cotangent", counts=False)
 
 def derivative_fault(
     eqn: Any, other: Any, operands: Values, results: Values, run: Callable[..., Values], name: Callable[..., int]
-) -> Told | None:
+) -> Fault | None:
     """Return the fault of a custom derivative rule that couples rows, or None.
 
     Cotangents are those of a mean: in a part they are larger by the number of parts, so a rule that is not linear in
@@ -60,7 +60,7 @@ def derivative_fault(
     pulled = run(full, part, values)
     for value, gradient in zip(moving, pulled, strict=True):
         kind = gradient.type
-        if isinstance(kind, Told):
+        if isinstance(kind, Fault):
             return replace(kind, reason=f"{kind.reason}, in the backward pass")
         zero = isinstance(kind, Same) and kind.value == 0
         linear = isinstance(kind, Rows | Sum) and kind.divisor == _COTANGENT

@@ -14,12 +14,12 @@ from axonn_jax.backend.dependence.row_types import (
     LOOP_AXIS,
     MISALIGNED,
     NO_AXES,
+    Fault,
     Rows,
     RowType,
     Running,
     Same,
     Sum,
-    Told,
     coupled,
     either,
     unknown,
@@ -70,8 +70,8 @@ class Loops(ABC):
         kinds = [either([operand.type for operand in branch]) for branch in zip(*runs, strict=True)]
         # Inside a loop over rows, a branch that one row decides is still a function of that row.
         if isinstance(predicate.type, Rows) and predicate.type.axis == LOOP_AXIS:
-            kinds = [kind if isinstance(kind, Told) else loop_row_type((predicate.type, kind)) for kind in kinds]
-        elif isinstance(predicate.type, Told):
+            kinds = [kind if isinstance(kind, Fault) else loop_row_type((predicate.type, kind)) for kind in kinds]
+        elif isinstance(predicate.type, Fault):
             kinds = [predicate.type] * len(kinds)
         elif not isinstance(predicate.type, Same):
             kinds = [coupled("a branch that a number of all rows chooses")] * len(kinds)
@@ -92,12 +92,12 @@ class Loops(ABC):
         )[0].type
         if isinstance(condition, Rows) and condition.axis == LOOP_AXIS:
             return [
-                replace(v, type=loop_row_type((condition, v.type))) if not isinstance(v.type, Told) else v
+                replace(v, type=loop_row_type((condition, v.type))) if not isinstance(v.type, Fault) else v
                 for v in carry
             ]
         if not isinstance(condition, Same) or condition.degree:
-            fault = condition if isinstance(condition, Told) else coupled("a loop whose rounds rows decide")
-            if isinstance(condition, Told):
+            fault = condition if isinstance(condition, Fault) else coupled("a loop whose rounds rows decide")
+            if isinstance(condition, Fault):
                 fault = replace(condition, reason=f"{condition.reason}, which decides how often a loop runs")
             return [replace(value, type=fault) for value in carry]
         return carry
@@ -187,7 +187,7 @@ class Loops(ABC):
                     Sum(base=self.name("total", id(eqn), at)) if zero else coupled("a sum that begins elsewhere")
                 )
             else:
-                kinds.append(carry_type if isinstance(carry_type, Told) else coupled("what a loop over rows carries"))
+                kinds.append(carry_type if isinstance(carry_type, Fault) else coupled("what a loop over rows carries"))
         stacked = [_row_stack_type(value.type, row) for value in out[len(carry) :]]
         return [Value(kind, self.name("over", id(eqn), at), True) for at, kind in enumerate([*kinds, *stacked])]
 
@@ -234,7 +234,7 @@ def _row_stack_type(kind: RowType, row: Rows) -> RowType:
         coupled("a running sum over rows")
         if isinstance(kind, Running)
         else kind
-        if isinstance(kind, Told)
+        if isinstance(kind, Fault)
         else MISALIGNED
     )
 

@@ -14,13 +14,13 @@ from axonn_jax.backend.dependence.row_types import (
     LOOP_AXIS,
     MISALIGNED,
     NO_AXES,
+    Fault,
     Number,
     Rows,
     RowType,
     Running,
     Same,
     Sum,
-    Told,
     aligned,
     coupled,
     first_fault,
@@ -55,7 +55,7 @@ SHARED = frozenset({"pmax", "pmin", "psum", "psum2", "psum_invariant"})
 """Collectives over a named axis."""
 RULES = {**MOVES, **CUTS, **PRODUCTS}
 """Primitives with a rule of their own."""
-KNOWN = ENTRIES | UNCHANGED | DRAWS | LEADING.keys() | SHARED | RULES.keys()
+SUPPORTED = ENTRIES | UNCHANGED | DRAWS | LEADING.keys() | SHARED | RULES.keys()
 """Primitives that have a rule."""
 
 
@@ -123,8 +123,8 @@ def _drawn(eqn: Equation) -> Sequence[RowType]:
     if isinstance(joint, Rows):
         return [Rows(joint.axis, joint.outer, joint.inner, joint.group)] * len(eqn.results)
     seed = not by_rows(eqn.results[0]) and eqn.name in ("random_seed", "random_wrap", "random_unwrap")
-    if isinstance(joint, Told) or seed:
-        return [joint if isinstance(joint, Told) else Same()] * len(eqn.results)
+    if isinstance(joint, Fault) or seed:
+        return [joint if isinstance(joint, Fault) else Same()] * len(eqn.results)
     # Keys split by row index count as draws: a part gets different ones, but with the same distribution.
     return [Same(wide(shapes[0]) - by_rows(shapes), by_rows(shapes)) for shapes in eqn.results]
 

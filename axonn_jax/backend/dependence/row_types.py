@@ -7,9 +7,9 @@ A value has one type in both:
 * `Rows`: one entry per row, or per group of neighboring rows, along one axis, computed from that row alone;
 * `Sum`: linear in one number per row, so that the sums of the parts add up to the sum of all rows;
 * `Number`: computed from sums in any other way, such as the inverse of how many targets a mask counts;
-* `Told`: none of these, with the reason. It is harmless unless a result depends on it.
+* `Fault`: none of these, with the reason. It is harmless unless a result depends on it.
 
-Except for `Told`, the `degree` of a type is the power of the number of rows that scales a value: a sum over rows has
+Except for `Fault`, the `degree` of a type is the power of the number of rows that scales a value: a sum over rows has
 degree 1, and dividing by the number of rows lowers the degree by one. A mean has degree 0, like a value that depends on
 no row.
 """
@@ -106,7 +106,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Told:
+class Fault:
     """A value that parts of the rows would compute differently, or that no rule covers."""
 
     verdict: Literal["coupled", "not understood"]
@@ -116,17 +116,17 @@ class Told:
     """File and line of the user's code."""
 
 
-RowType = Same | Rows | Sum | Running | Number | Told
+RowType = Same | Rows | Sum | Running | Number | Fault
 
 
-def coupled(reason: str) -> Told:
+def coupled(reason: str) -> Fault:
     """Return the type of a value that several rows determine together."""
-    return Told("coupled", reason)
+    return Fault("coupled", reason)
 
 
-def unknown(reason: str) -> Told:
+def unknown(reason: str) -> Fault:
     """Return the type of a value that no rule covers."""
-    return Told("not understood", reason)
+    return Fault("not understood", reason)
 
 
 MISALIGNED = coupled("rows beside other rows")
@@ -135,9 +135,9 @@ BY_COUNT = coupled("a number by how many rows there are")
 OF_ALL = coupled("a number of all rows beside each")
 
 
-def first_fault(types: Sequence[RowType]) -> Told | None:
+def first_fault(types: Sequence[RowType]) -> Fault | None:
     """Return the first fault among the types, if any."""
-    return next((kind for kind in types if isinstance(kind, Told)), None)
+    return next((kind for kind in types if isinstance(kind, Fault)), None)
 
 
 def aligned(types: Sequence[RowType]) -> RowType:

@@ -17,11 +17,11 @@ from axonn_jax.backend.dependence.row_types import (
     BY_COUNT,
     BY_PLACE,
     MISALIGNED,
+    Fault,
     Number,
     Rows,
     Same,
     Sum,
-    Told,
     unknown,
 )
 from axonn_jax.backend.jaxprs import bodies, users_line
@@ -156,7 +156,7 @@ class Walk(Loops):
             if isinstance(kind, Sum) and by_rows(shapes) and not kind.scalar:
                 kind = Number()  # summing these entries would count each sum once per row
             # Inside a library function there is no user line; the first enclosing call that has one fills it in.
-            if isinstance(kind, Told) and not kind.where:
+            if isinstance(kind, Fault) and not kind.where:
                 kind = replace(kind, primitive=kind.primitive or name, where=users_line(eqn))
             if isinstance(kind, Number) or getattr(kind, "divisor", None) is not None:
                 origin = value.origin or origin or _origin_of(name, eqn)

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr
 from axonn_jax import compat
 from axonn_jax.backend.dependence.row_loops import Value
 from axonn_jax.backend.dependence.row_rules import wide
-from axonn_jax.backend.dependence.row_types import Rows, Same, Sum, Told
+from axonn_jax.backend.dependence.row_types import Fault, Rows, Same, Sum
 from axonn_jax.backend.dependence.row_walk import Walk
 
 Kind = Literal["proven", "weighted", "coupled", "not understood"]
@@ -68,7 +68,7 @@ def rows_verdict(
     input_keys = {value.key for value in values}
     weights = [value.type for role, value in results if role == "weight"]
     if weights and not (isinstance(weights[0], Same) or (isinstance(weights[0], Sum) and weights[0].divisor is None)):
-        why = _describe(weights[0]) if isinstance(weights[0], Told) else "no sum over rows"
+        why = _describe(weights[0]) if isinstance(weights[0], Fault) else "no sum over rows"
         return Verdict("not understood", f"weight=, {why}")
     weight_base = weights[0].base if weights and isinstance(weights[0], Sum) else None
     verdicts = [_fault(role, value, weight_base) for role, value in results]
@@ -112,7 +112,7 @@ _ORDER: tuple[Kind, ...] = ("coupled", "not understood", "weighted", "proven")
 def _fault(role: Role, value: Value, weight_base: Any) -> Verdict | None:
     """Return why a result differs between parts and all rows, or None if it does not."""
     kind = value.type
-    if isinstance(kind, Told):
+    if isinstance(kind, Fault):
         return Verdict(kind.verdict, _describe(kind))
     if role == "weight":
         return None
@@ -139,6 +139,6 @@ def _origin(value: Value) -> str:
     return f" ({value.origin})" if value.origin else ""
 
 
-def _describe(kind: Told) -> str:
+def _describe(kind: Fault) -> str:
     where = ", ".join(part for part in (kind.primitive, kind.where) if part)
     return f"{kind.reason} ({where})" if where else kind.reason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.cli.arguments import Arg, Positive
 from axonn_jax.distributed.gpu_limits import fraction, host_memory
-from axonn_jax.documents import replace_whole
+from axonn_jax.documents import write_atomically
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.cost_model.compute import usual_kernel
@@ -85,7 +85,7 @@ def run(args: Calibrate) -> int:
     loads_machine(text, args.out.stem)  # fail here rather than in the next `plan`
     if world.rank == 0:
         try:
-            replace_whole(args.out, text.encode())
+            write_atomically(args.out, text.encode())
         except OSError as error:
             raise UserError("--out", str(args.out), f"a file that can be written; {error.strerror}") from None
         print(json.dumps(figures) if args.json else _table(figures))
@@ -135,7 +135,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     slower = max(1.0, on_device.largest(lone_rate, full_mesh) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq_len)
-    target = compat.attention_device(device, alone=True)
+    target = compat.attention_device(device, single_device=True)
     figures = {
         "device": device.device_kind,
         "devices": len(all_devices),
@@ -188,7 +188,7 @@ def platform_of(device: Any) -> dict[str, Any]:
     """Return the machine-file fields of a jax device from which plans choose the attention kernel."""
     from axonn_jax import compat
 
-    attention = compat.attention_device(device, alone=False)
+    attention = compat.attention_device(device, single_device=False)
     if attention.platform not in get_args(Platform):
         return {}
     return {"platform": attention.platform, "capability": float(".".join(map(str, attention.capability)))}

@@ -30,7 +30,7 @@ from axonn_jax.distributed.gpu_limits import (
     GIB,
     LIMIT,
     VARIABLES,
-    XLAS_OWN,
+    XLA_DEFAULT_GIB,
     fraction,
     host_memory,
     pinned_limit,
@@ -181,14 +181,14 @@ def pinned(environ: Mapping[str, str]) -> Row:
     fails = "[memory] offload = optimizer, where a process keeps more on the host"
     have = f"the host has {host_memory() / GIB:.0f} GiB"
     if LIMIT not in environ:
-        raised = f"{LIMIT} is not set: runs raise it from {XLAS_OWN} to their share of the host's memory; {have}"
+        raised = f"{LIMIT} is not set: runs raise it from {XLA_DEFAULT_GIB} to their share of the host's memory; {have}"
         return Row("pinned memory", "ok", raised, fails)
     try:
         allowed = pinned_limit(environ)
     except UserError as error:
         return Row("pinned memory", "warning", str(error), fails, f"unset {LIMIT}")
     setting = f"{LIMIT} = {allowed // GIB}; {have}"
-    small = allowed < min(XLAS_OWN * GIB, host_memory())
+    small = allowed < min(XLA_DEFAULT_GIB * GIB, host_memory())
     return Row("pinned memory", "warning" if small else "ok", setting, fails, f"unset {LIMIT}" if small else "")
 
 

@@ -12,7 +12,7 @@ from axonn_jax.cli.arguments import Arg, NotNegative, Positive, default_of
 from axonn_jax.cli.evaluate.report import check_k, ends, figures, lines
 from axonn_jax.cli.main import rank_of
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
+from axonn_jax.errors import UNSET, UserError, local_path, nearest
 from axonn_jax.evaluate.build import compiler
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
 from axonn_jax.evaluate.judge import judge_all, judging, resumable_results, threads_of
@@ -93,7 +93,7 @@ def run(args: Evaluate) -> int:
     sources_set = [name for name, path in sources.items() if path is not None]
     if len(sources_set) != 1:
         accepted = "one of RUN_DIR, --generations FILE and --results FILE"
-        raise UserError(" and ".join(sources_set) or "RUN_DIR", "together" if sources_set else NOT_GIVEN, accepted)
+        raise UserError(" and ".join(sources_set) or "RUN_DIR", "together" if sources_set else UNSET, accepted)
     if args.results is not None:
         _check_unused(args, "--results", (*_MODEL_OPTIONS, *_RUN_OPTIONS, "out", "suite"))
         return _print(args, figures(read_results(args.results, "--results"), args.k, args.metrics))
@@ -129,7 +129,7 @@ def _judge(args: Evaluate) -> int:
     suite_problems = problems(args.suite)
     if not args.execute:
         accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
-        raise UserError("--execute", NOT_GIVEN, accepted)
+        raise UserError("--execute", UNSET, accepted)
     # Check the sandbox and the compiler before generating programs, which takes much longer.
     check_sandbox(as_root=args.as_root)
     command = compiler(args.compiler)
@@ -201,7 +201,7 @@ def _of_suite(args: Evaluate, suite_problems: list[Problem], entries: list[Entry
 def _out(args: Evaluate, default: Path) -> Path:
     out = args.out or default
     if args.out is None and args.run_dir is not None and hub_name(args.run_dir):
-        raise UserError("--out", NOT_GIVEN, f"a file: {str(args.run_dir)!r} is no directory, but a name on the Hub")
+        raise UserError("--out", UNSET, f"a file: {str(args.run_dir)!r} is no directory, but a name on the Hub")
     folder = out.parent.is_dir()
     if out.is_dir() or (args.out and not folder) or (folder and not os.access(out.parent, os.W_OK)):
         raise UserError("--out", str(out), "a file in a directory that exists and can be written")

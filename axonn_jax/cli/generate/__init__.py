@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from axonn_jax.cli.arguments import Arg, NotNegative
-from axonn_jax.errors import NOT_GIVEN, UserError, as_flags
+from axonn_jax.errors import UNSET, UserError, as_flags
 from axonn_jax.grid import GridShape
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
@@ -70,10 +70,10 @@ class Generate:
 
 def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
     """Return RUN_DIR and --base; names on the Hub become their directories in the cache."""
-    from axonn_jax.models.huggingface.hub import found
+    from axonn_jax.models.huggingface.hub import resolve_path
 
-    run_dir = found(run_dir, "RUN_DIR", "an existing directory left by `axonn-jax train` or `convert`")
-    return run_dir, base and found(base, "--base", "the directory of the adapters' base")
+    run_dir = resolve_path(run_dir, "RUN_DIR", "an existing directory left by `axonn-jax train` or `convert`")
+    return run_dir, base and resolve_path(base, "--base", "the directory of the adapters' base")
 
 
 def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
@@ -98,7 +98,7 @@ def run(args: Generate) -> int:
     if args.template is not None and not args.chat:
         raise UserError("--template", args.template, "--chat beside it")
     if (args.prompt is None) == (args.prompts is None):
-        value = NOT_GIVEN if args.prompt is None else args.prompt
+        value = UNSET if args.prompt is None else args.prompt
         raise UserError("--prompt", value, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
     if (args.slots or 0) % (replicas := args.grid.batch_shards):

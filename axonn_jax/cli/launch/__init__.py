@@ -22,8 +22,8 @@ from axonn_jax.cli.launch import slurm
 from axonn_jax.distributed.host_sync import LOCK
 from axonn_jax.distributed.processes import MET
 from axonn_jax.distributed.signals import SIGNALS, handled
-from axonn_jax.documents import Held, held, own_file, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.documents import LockHeldError, file_lock, open_for_writing, read_bytes
+from axonn_jax.errors import UNSET, UserError
 from axonn_jax.terminal import say
 from axonn_jax.train.config_file import read, split_argv
 
@@ -77,7 +77,7 @@ def run(args: Launch) -> int:
         raise UserError("-n", "behind the configuration", "before it, as in axonn-jax launch -n 4 train CONFIG.toml")
     files, flags = split_argv(list(words))
     if not files:
-        raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
+        raise UserError("CONFIG.toml", UNSET, "the path of a TOML file, behind the flags")
     config = read(files[0], flags)
     # Training checks this too, but perhaps only after hours in a queue.
     if config.grid.devices % args.processes:
@@ -222,9 +222,9 @@ class Restarts:
         end, announced = time.monotonic() + _MAX_WAIT_S, False
         while time.monotonic() < end and not self._stop.is_set():
             try:
-                with held(self._directory / LOCK):
+                with file_lock(self._directory / LOCK):
                     return
-            except Held as holder:
+            except LockHeldError as holder:
                 if not announced:
                     say(f"axonn-jax: waiting for {holder}, which still trains in {self._directory}")
                 announced = True
@@ -280,7 +280,7 @@ class Restarts:
     def _record(self, text: str) -> None:
         try:  # a job must not fail because of its log
             self._directory.mkdir(parents=True, exist_ok=True)
-            with open(self._directory / LOG, "a", encoding="utf-8", opener=own_file) as log:
+            with open(self._directory / LOG, "a", encoding="utf-8", opener=open_for_writing) as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
         except OSError as error:
             say(f"axonn-jax: {LOG} in {self._directory} was not written: {error.strerror}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from axonn_jax.documents import own_file
+from axonn_jax.documents import open_for_writing
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import say
 
@@ -68,7 +68,7 @@ def write(path: Path, processes: int, nodes: int, time: str, words: Sequence[str
     )
     try:
         # Never overwrite a file: the user is expected to add options of the site to it.
-        with open(path, "x", encoding="utf-8", opener=own_file) as file:
+        with open(path, "x", encoding="utf-8", opener=open_for_writing) as file:
             file.write(text)
     except OSError as error:
         raise UserError("--sbatch", str(path), f"a file that can be made; {error.strerror}") from None

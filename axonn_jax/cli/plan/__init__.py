@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, candidate_fields, command, question_fields
-from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
+from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLA_DEFAULT_GIB
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.ops.costs import Phase
@@ -91,7 +91,7 @@ def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, 
             {
                 **_config(request, estimate),
                 "why": explain(request, result, estimate),
-                "command": command(question.named, request, estimate.candidate),
+                "command": command(question.model, request, estimate.candidate),
             }
             for estimate in result.in_order()[: args.top]
         ],
@@ -158,8 +158,8 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
         line = f"  and {on_host / 1e9:.1f} GB on the host for each device, one a process"
         line += f"; {stays} of what is offloaded have room on the device and stay there" if best.memory.staying else ""
         lines.append(line)
-    if best.memory.host > XLAS_OWN * GIB:
-        lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
+    if best.memory.host > XLA_DEFAULT_GIB * GIB:
+        lines.append(f"  more than the {XLA_DEFAULT_GIB} GiB that XLA lets a process pin: the run raises {LIMIT}")
     lines += _explained(request, best) if args.explain else []
     smaller = [estimate for estimate in result.pareto if estimate.memory.total < best.memory.total]
     if smaller:
@@ -177,7 +177,7 @@ def text(args: Plan, question: Question, result: SearchResult) -> str:
     lines += [
         "",
         f"To run the first (CONFIG.toml names the data{' and the base in checkpoint.weights' * request.lora.adapts}):",
-        f"  {command(question.named, request, best.candidate)}",
+        f"  {command(question.model, request, best.candidate)}",
     ]
     return "\n".join(lines)
 

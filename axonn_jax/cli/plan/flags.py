@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from axonn_jax.cli.arguments import Arg
-from axonn_jax.cli.plan.model import NamedModel, named_model, sequences
+from axonn_jax.cli.plan.model import NamedModel, resolve_model, sequences
 from axonn_jax.cli.plan.refusals import VIRTUAL, check_legal
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
@@ -112,7 +112,7 @@ class Question(NamedTuple):
     space: SearchSpace
     limit: float
     """Usable bytes of a device's memory."""
-    named: NamedModel
+    model: NamedModel
 
     def answer(self, limited: bool = True) -> SearchResult:
         """Return the result of the search; with `limited=False` regardless of the devices' memory.
@@ -138,7 +138,7 @@ def ask(args: PlanFlags) -> Question:
         UserError: A flag is wrong, or flags exclude each other.
     """
     machine = load_machine(args.machine, "--machine").shared(args.devices)
-    model = named_model(args.model, args.settings)
+    model = resolve_model(args.model, args.settings)
     shape, config = model.shape, model.config
     batch = model.batch or SEQUENCES * args.devices
     if args.batch_tokens is not None:

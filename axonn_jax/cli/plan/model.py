@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from axonn_jax.adapters.config import check_shape
 from axonn_jax.data.manifest import MANIFEST, Manifest
-from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.errors import UNSET, UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
@@ -20,7 +20,7 @@ from axonn_jax.options import amount
 from axonn_jax.planner.space import SearchSpace
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import loads, read, split_argv
-from axonn_jax.train.rules import Chosen, check_rules
+from axonn_jax.train.rules import RunSettings, check_rules
 
 CONFIG = "config.toml"
 """Configuration file of a run directory."""
@@ -52,7 +52,7 @@ class NamedModel(NamedTuple):
         user_config = self.config
         memory = replace(user_config.memory, offload="optimizer" if offload else "none", reshard_after="forward")
         tables = (user_config.tensor, user_config.prune, user_config.lora, user_config.moe, user_config.train)
-        check_rules(Chosen(GridShape(pipe=pipe), memory, *tables, experts=self.shape.experts > 0))
+        check_rules(RunSettings(GridShape(pipe=pipe), memory, *tables, experts=self.shape.experts > 0))
 
     def takes(self, pipe: int = 1, offload: bool = False) -> bool:
         """Return False if `check` raises."""
@@ -71,7 +71,7 @@ class NamedModel(NamedTuple):
         return replace(space, axes={**stage_limit, **space.axes}, offload=tuple(offloads))
 
 
-def named_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
+def resolve_model(name: str, settings: Sequence[str] = ()) -> NamedModel:
     """Return the model of a preset, a configuration (.toml), a run directory or a Hugging Face directory.
 
     Args:
@@ -123,8 +123,8 @@ def _from_config(
     # A configuration's data may not be prepared yet, but data that a flag names must exist.
     manifests = [Manifest.load(folder) for folder in folders if required or (folder / MANIFEST).is_file()]
     data, batched = manifests[0] if manifests else None, "train.global_batch" in set_keys
-    if data is None and config.model.preset is None and "vocab" not in config.model.given:
-        raise UserError("model.vocab", NOT_GIVEN, f"given in {source}, or its data prepared, whose vocabulary it is")
+    if data is None and config.model.preset is None and "vocab" not in config.model.overrides:
+        raise UserError("model.vocab", UNSET, f"given in {source}, or its data prepared, whose vocabulary it is")
     shape = config.model.shape(default_vocab=data.vocab if data else None)
     check_shape(shape, config.lora)
     batch = config.train.global_batch if batched or use_batch else None

@@ -48,7 +48,7 @@ class Packer:
         self._waiting = [self._waiting[at] for at in carried]
         return full
 
-    def rest(self) -> list[list[MarkedTokens]]:
+    def flush(self) -> list[list[MarkedTokens]]:
         """Return the rows of the documents that still wait."""
         rows = first_fit([len(document.ids) for document in self._waiting], self._width)
         waiting, self._waiting = self._waiting, []

@@ -89,7 +89,7 @@ def prepare_instructions(
         UserError: an argument is out of range, a row is of no use, no document fits, ``out`` holds something else or
             cannot be written, or another prepare writes there.
     """
-    encoder, files, end = tokenize.load_given(tokenizer, "--tokenizer")
+    encoder, files, end = tokenize.load_existing(tokenizer, "--tokenizer")
     by_user = bool(options.template)
     options = options if by_user else replace(options, template=template_name(tokenizer))
     template = template_of(options.template, tokenizer)
@@ -215,7 +215,7 @@ class _Rows:
 
     def close(self) -> Split:
         """Write the last rows; return the split."""
-        for row in self._packer.rest():
+        for row in self._packer.flush():
             self._write(row)
         shards = self.writer.close()
         tokens = sum(shard.tokens for shard in shards)

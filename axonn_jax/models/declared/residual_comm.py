@@ -6,7 +6,7 @@ from functools import cache
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import alone, describe
+from axonn_jax.models.declared.transformer import describe, single_device_place
 from axonn_jax.ops.costs import StepPolicy, collectives
 from axonn_jax.ops.language import Layer
 from axonn_jax.options import Activations, ResidualComm
@@ -44,7 +44,7 @@ def choose_residual_comm(
 @cache
 def _sends_less(shape: ModelShape, y: int, x: int, comm: BlockComm, policy: StepPolicy) -> bool:
     # Comparing the traffic over `x` is enough: both ways send the same over `y` and `z`.
-    at = alone(shape)._replace(y=y, x=x)
+    at = single_device_place(shape)._replace(y=y, x=x)
     gathering, reducing = (describe(shape, at, candidate)[1:-1] for candidate in (comm, BlockComm()))
     return _sent(gathering, policy) < _sent(reducing, policy)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from axonn_jax.experts.declare import declare as declare_experts
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.ops.language import FLOAT32, Chain, Layer, Op, Param, Part, Read, joined, reduce_gradient
+from axonn_jax.ops.language import FLOAT32, Chain, Layer, Op, Param, Part, Read, merge_parts, reduce_gradient
 from axonn_jax.ops.layers import Place, addition, attend, embedding, linear, loss, norm
 from axonn_jax.options import AttentionKernel
 
@@ -32,18 +32,18 @@ def describe(
     rows = shape.padded_vocab(at.y * at.z)
     first = embedding(at, rows, shape.hidden, shape.seq_len if shape.positions == "learned" else 0)
     blocks = (
-        joined(halves(shape, layer, at, comm, training, duplicates=duplicates), count)
+        merge_parts(halves(shape, layer, at, comm, training, duplicates=duplicates), count)
         for layer, count in shape.layer_kinds()
     )
     return (first, *blocks, _last(shape, at, comm, rows))
 
 
-def describe_alone(shape: "ModelShape") -> tuple[Layer, ...]:
+def describe_single_device(shape: "ModelShape") -> tuple[Layer, ...]:
     """Return the layers of the model for one sequence on a single device."""
-    return describe(shape, alone(shape))
+    return describe(shape, single_device_place(shape))
 
 
-def alone(shape: "ModelShape") -> Place:
+def single_device_place(shape: "ModelShape") -> Place:
     """Return the place of a layer that processes one sequence on a single device."""
     return Place(1, 1, 1, 1, shape.seq_len, FLOAT32)
 

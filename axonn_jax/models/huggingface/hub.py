@@ -49,7 +49,9 @@ def hub_name(text: str | Path) -> HubName | None:
     return HubName(match[1], match[2])
 
 
-def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wanted: Sequence[str] = _MODEL) -> Path:
+def resolve_path(
+    text: str | Path, field: str, accepted: str, kind: Kind = "model", patterns: Sequence[str] = _MODEL
+) -> Path:
     """Return a path unchanged, or the cache directory of a name on the Hub after downloading its files.
 
     Args:
@@ -57,7 +59,7 @@ def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wan
         field: Name of the text in errors.
         accepted: Paths that would be accepted, for errors.
         kind: Kind of the repository.
-        wanted: Patterns of the files to download, matched against paths in the repository.
+        patterns: Patterns of the files to download, matched against paths in the repository.
 
     Raises:
         UserError: The download fails, and not all files are in the cache.
@@ -77,7 +79,7 @@ def found(text: str | Path, field: str, accepted: str, kind: Kind = "model", wan
             name.repo,
             repo_type=kind,
             revision=name.revision,
-            allow_patterns=[*wanted],
+            allow_patterns=[*patterns],
             tqdm_class=tqdm if shown else Silent,
         )
         return Path(folder)

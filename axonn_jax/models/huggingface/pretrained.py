@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import TOML_BYTES, check_pointer, read_bytes, read_json, replace_whole
+from axonn_jax.documents import TOML_BYTES, check_pointer, read_bytes, read_json, write_atomically
 from axonn_jax.errors import UserError, typed_arguments
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.comparison import differences
@@ -28,7 +28,7 @@ OF_TOKENIZER = re.compile(
 """Pattern of the names of a tokenizer's files and template folder."""
 SMALL = re.compile(rf"(config|generation_config)\.json|{OF_TOKENIZER.pattern}")
 """Pattern of the names of files that are copied byte for byte."""
-NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Tokenizer settings that each name a special token, in transformers' order."""
 UNSPLIT = "PreTrainedTokenizerFast"
 """Tokenizer class that splits texts as specified in tokenizer.json."""
@@ -188,7 +188,7 @@ def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files to a folder, which is created if needed; raises ``OSError`` naming the file that failed."""
     for name, raw in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        replace_whole(folder / name, raw)
+        write_atomically(folder / name, raw)
 
 
 def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterator[int]:
@@ -240,7 +240,7 @@ def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
         if isinstance(more, list):
             settings["extra_special_tokens"] = [*(extra if isinstance(extra, list) else []), *more]
         extra = settings.get("extra_special_tokens")
-        names = [settings.get(key) for key in NAMED_TOKENS] + (extra if isinstance(extra, list) else [])
+        names = [settings.get(key) for key in SPECIAL_TOKEN_KEYS] + (extra if isinstance(extra, list) else [])
         # Entries with a `__type` are only converted to tokens later in transformers, and match no text at this point.
         texts = [
             entry.get("content") if isinstance(entry, dict) and "__type" not in entry else entry for entry in names

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axonn_jax.errors import UserError, first_of, refused
-from axonn_jax.models.huggingface.hub import commit_of, found, hub_name
+from axonn_jax.models.huggingface.hub import commit_of, hub_name, resolve_path
 
 # Splits are those listed in the data set's card, or else inferred from file names. No code of a data set is run.
 
@@ -61,14 +61,14 @@ def files_of(
         return DataFiles(source, include, {})
     report("downloading", 0, 0)
     # The card first: it lists the splits, and pins the commit that the data files are then downloaded from.
-    card = found(source, "SOURCE", _ACCEPTED, "dataset", _SMALL)
+    card = resolve_path(source, "SOURCE", _ACCEPTED, "dataset", _SMALL)
     facts = {"hub": commit_of(card)}
     if include:
         globs = [pattern if "/" in pattern else f"*{pattern}*" for pattern in include]  # `scan` filters further
-        return DataFiles(found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*globs, *_SMALL]), include, facts)
+        return DataFiles(resolve_path(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*globs, *_SMALL]), include, facts)
     facts["split"] = split or "train"
     patterns = [*_patterns(card / _CARD, facts["split"])]
-    folder = found(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*patterns, *_SMALL])
+    folder = resolve_path(facts["hub"], "SOURCE", _ACCEPTED, "dataset", [*patterns, *_SMALL])
     if not (files := DataFiles(folder, patterns, facts)).paths:
         alternatives = (
             "--include names other files, and org/name@refs/convert/parquet the Hub's own tables of most formats"

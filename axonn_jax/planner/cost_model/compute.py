@@ -87,7 +87,9 @@ class Compute:
                     rows = sequences * op.tokens
                     once = op.number * self.matmul(rows, op.inner, op.columns)
                     forward += once
-                    inputs += op.number * self.matmul(rows, op.columns, op.inner) + (once if op.run_again else 0.0)
+                    inputs += op.number * self.matmul(rows, op.columns, op.inner) + (
+                        once if op.always_recomputed else 0.0
+                    )
                     weights += op.number * self.matmul(op.inner, rows, op.columns) if op.trained else 0.0
                 elif isinstance(op, Attend):
                     heads += op.heads

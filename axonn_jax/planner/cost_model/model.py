@@ -66,7 +66,7 @@ class CostModel:
         carried = {True: 0.0, False: 0.0}
         for role in ("reduce", "input"):
             for line in traffic.lines(grid, "block", role):
-                carried[line.near] += line.each * share
+                carried[line.near] += line.per_sequence * share
         # These run once per microbatch, and a pipeline has at least as many microbatches as stages.
         for line in traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe

@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """True if all groups stay inside a node."""
     fixed: float
     """Seconds that do not depend on the batch."""
-    each: float
+    per_sequence: float
     """Seconds for each sequence."""
     curves: tuple[tuple[float, Curve, float], ...] = ()
     """Measured curves: number of collectives, seconds by bytes, and bytes for each sequence."""
@@ -41,12 +41,14 @@ class Line(NamedTuple):
     def at(self, sequences: int) -> float:
         """Return the seconds for a microbatch of `sequences` per device."""
         measured = sum(count * between(curve, moved * sequences) for count, curve, moved in self.curves)
-        return self.fixed + self.each * sequences + measured
+        return self.fixed + self.per_sequence * sequences + measured
 
     def plus(self, other: "Line") -> "Line":
         """Return the sum of two lines over the same axis."""
         return self._replace(
-            fixed=self.fixed + other.fixed, each=self.each + other.each, curves=self.curves + other.curves
+            fixed=self.fixed + other.fixed,
+            per_sequence=self.per_sequence + other.per_sequence,
+            curves=self.curves + other.curves,
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
-from axonn_jax.errors import NOT_GIVEN, UserError, local_path, nearest
+from axonn_jax.errors import UNSET, UserError, local_path, nearest
 from axonn_jax.options import typed
 from axonn_jax.planner.machines.machine import Machine
 
@@ -75,7 +75,7 @@ def _check(machine: Machine) -> None:
             raise UserError(name, twice, f"one entry for each {' and '.join(keys)}")
     platform, capability = machine.device.platform, machine.device.capability
     if platform == "cuda" and not capability:
-        raise UserError("device.capability", NOT_GIVEN, "required with the platform cuda, such as 9.0")
+        raise UserError("device.capability", UNSET, "required with the platform cuda, such as 9.0")
     if capability and (platform != "cuda" or capability != round(capability, 1)):
         raise UserError("device.capability", capability, "a version such as 9.0, of the platform cuda alone")
     if machine.device.reserved_bytes >= machine.device.memory_bytes:

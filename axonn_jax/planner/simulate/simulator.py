@@ -49,7 +49,7 @@ class Simulation:
     """Last time at which each rank was idle before its last forward; 0 for a rank that was always busy."""
     tasks: int = 0
     """Number of tasks that have ended."""
-    left_out: int = 0
+    skipped_microbatches: int = 0
     """Microbatches of a steady stretch that were not simulated; `makespan` and `busy` have them."""
     finished: bool = True
     """False if a failure stopped the step; `makespan` is then the end of the last task."""

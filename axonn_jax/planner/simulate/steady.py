@@ -99,8 +99,8 @@ def pipelined(
         simulated = full + full // 8
     while 3 * simulated < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _ALWAYS_FULL:
         # Virtual stages take microbatches in groups; skipping whole groups keeps the size of the last one.
-        left_out = (pipe_shape.microbatches - simulated) // unit * unit
-        done = run(pipe_shape.microbatches - left_out)
+        skipped_microbatches = (pipe_shape.microbatches - simulated) // unit * unit
+        done = run(pipe_shape.microbatches - skipped_microbatches)
         period, since = _period(done, busiest, full)
         period = max(period, least)
         # A rank without idle time has a backlog, so a further microbatch only adds the rank's local work.
@@ -109,18 +109,20 @@ def pipelined(
             period if late > since else per_microbatch
             for late, per_microbatch in zip(done.waited, rank_work, strict=True)
         ]
-        makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
+        makespan = max(end + skipped_microbatches * rate for end, rate in zip(done.ends, rates, strict=True))
         # A simulation of this size is not doubled again, even if its period has not been confirmed.
         sure = tasks * simulated >= _MOST
         # Confirm the period by the growth of the makespan since the previous simulation, half as long.
         if shorter is not None:
             further = done.pipe_shape.microbatches - shorter.pipe_shape.microbatches
             off = abs(done.makespan - shorter.makespan - further * period) / further
-            sure |= left_out * off < _SURE * makespan
+            sure |= skipped_microbatches * off < _SURE * makespan
         if sure:
             ranks = zip(done.busy, rank_work, rates, strict=True)
-            busy = [seconds + left_out * min(per_microbatch, rate) for seconds, per_microbatch, rate in ranks]
-            return replace(done, left_out=left_out, makespan=makespan, busy=busy)
+            busy = [
+                seconds + skipped_microbatches * min(per_microbatch, rate) for seconds, per_microbatch, rate in ranks
+            ]
+            return replace(done, skipped_microbatches=skipped_microbatches, makespan=makespan, busy=busy)
         simulated, shorter = 2 * simulated, done
     return run(pipe_shape.microbatches)
 

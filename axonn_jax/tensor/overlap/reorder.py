@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.compat import ClosedJaxpr
 from axonn_jax.grid import MESH_AXES
 from axonn_jax.tensor.collectives import axis_size
@@ -194,5 +194,5 @@ def _is_number(v: Var) -> bool:
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:
     # Traced here and not once per process, since an equation belongs to the mesh it was traced on.
-    (eqn,) = jax.make_jaxpr(after)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
+    (eqn,) = jax.make_jaxpr(depend_on)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_fresh_var(x)])

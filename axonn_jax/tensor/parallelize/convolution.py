@@ -43,7 +43,7 @@ class ByRows:
                 kernel = mark_varying(kernel.astype(jnp.float32), self.row_axes).astype(kernel.dtype)
             return self.convolve(x, kernel, *args, **kwargs)
 
-        return shard_mapped(local, self.mesh, (rows, P()), rows, among_others=True)(x, kernel)  # type: ignore[no-any-return]
+        return shard_mapped(local, self.mesh, (rows, P()), rows, keep_mesh=True)(x, kernel)  # type: ignore[no-any-return]
 
 
 def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:

@@ -78,7 +78,7 @@ def in_region(
     if split and plan.regathers and plan.z_dim is not None and plan.size("z") > 1:
         # This recomputes only the gather: everything else in the forward pass is dead code in the backward pass.
         run = jax.checkpoint(run)
-    return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, present)  # type: ignore[no-any-return]
+    return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, keep_mesh=True)(x, present)  # type: ignore[no-any-return]
 
 
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:

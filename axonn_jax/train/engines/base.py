@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding
 from axonn_jax.adapters.checksum import checksum
 from axonn_jax.adapters.config import IDENTITY, LORA, LoraConfig, StoredLora
 from axonn_jax.adapters.layers import settings_of
-from axonn_jax.adapters.stored import adapters_in, not_whole
+from axonn_jax.adapters.stored import adapters_in, adapters_only_error
 from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.checkpoint.naming import AVERAGE, CARRIED, MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, load_averaged
 from axonn_jax.distributed.host_sync import HostSync, together
 from axonn_jax.errors import UserError
-from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, upcycled
+from axonn_jax.experts.upcycle import dense_sources, is_of_router, unused_biases, upcycled
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.vocabulary import padding_of, without_padding
 from axonn_jax.tensor.params import Params
@@ -134,7 +134,7 @@ def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field
             raise UserError(field, path, "a checkpoint of adapters, as [lora] asks for; this one is of a whole model")
         return
     if config is None:
-        raise not_whole(checkpoint, field)
+        raise adapters_only_error(checkpoint, field)
     for key in IDENTITY:
         if (then := getattr(stored, key)) != (value := getattr(config, key)):
             raise UserError(f"lora.{key}", _shown(value), f"{_shown(then)}, as in {path}")
@@ -180,7 +180,7 @@ def take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, 
 
     names = {name: shape for name, shape in engine.state_shapes().items() if should_load(name)}
     sources = dense_sources(names, {name: array.shape for name, array in stored.items()}) if weights_only else {}
-    if biases := biases_left_over(sources, stored):
+    if biases := unused_biases(sources, stored):
         accepted = f"a dense run with model.bias = none or qkv, as experts have no biases; {biases[0]} is there"
         raise UserError(field, str(checkpoint.path), accepted)
     # A dense checkpoint has no routers, which keep their initial weights.

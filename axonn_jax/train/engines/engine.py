@@ -91,7 +91,7 @@ class Batches(ABC):
         Raises ``UserError`` if the batch does not divide.
         """
 
-    def placed(self, rows: Any, global_batch: int) -> jax.Array:
+    def to_mesh(self, rows: Any, global_batch: int) -> jax.Array:
         """Return this process's `rows` of a global batch as an array on the mesh, in the shape of `numbers`."""
         numbers, layout = self.numbers(global_batch)
 
@@ -168,7 +168,7 @@ class TokenBatches(Batches):
 
     def shard(self, batch: np.ndarray) -> jax.Array:
         """Return [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
-        return self.placed(batch.astype(np.int32, copy=False), self.global_rows(batch))
+        return self.to_mesh(batch.astype(np.int32, copy=False), self.global_rows(batch))
 
 
 class RowChoice(Protocol):

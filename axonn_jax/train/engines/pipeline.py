@@ -30,7 +30,7 @@ from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.settings import MemoryConfig, PipelineConfig
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.state.published_matrices import published_matrices
-from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
+from axonn_jax.tensor.params import Params, abstract_module, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
@@ -68,7 +68,7 @@ class PipelineEngine:
             return fit_vocabulary(module, grid.shape)
 
         module = fitted() if isinstance(model, nnx.Module) else None
-        abstract, source = (shapes_alone(fitted), fitted) if module is None else (module, module)
+        abstract, source = (abstract_module(fitted), fitted) if module is None else (module, module)
         checked, self._padding, split = check_model(abstract), padding_of(abstract), split_module(abstract)
         checked.check_grid(grid.shape)
         may = may_split(pipeline.split_backward, memory.activations)
@@ -80,7 +80,7 @@ class PipelineEngine:
         optimizer = published_matrices(optimizer, abstract, split.trained)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
-        self.precisions = replace(masters(memory, grid, apart=prune.prunes)[2], wide=frozenset(split.roles))
+        self.precisions = replace(masters(memory, grid, separate=prune.prunes)[2], wide=frozenset(split.roles))
         self.parts = shapes_of(split, self.precisions.compute if split.adapters else self.precisions.weights)
         self._clip, self._memory, self._seed, self._keyed, self._counts = clip, memory, seed, checked.drops_out, counts
         self.steps_done = 0

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.grid import Grid
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.optimizer_traits import check_separable
@@ -105,12 +105,12 @@ class PipelineState:
         # Descending, so that the first rank's copy overwrites the last rank's.
         by_rank = sorted(self.stores.items(), reverse=True)
         weights = ({**store.masters, **store.frozen.per_layer} for _, store in by_rank)
-        return {name: joined(p) for params in weights for name, p in params.items()}
+        return {name: materialize(p) for params in weights for name, p in params.items()}
 
     @property
     def opt_state(self) -> dict[int, Any]:
         """Optimizer state by rank."""
-        return {pp_rank: joined(store.opt_state) for pp_rank, store in self.stores.items()}
+        return {pp_rank: materialize(store.opt_state) for pp_rank, store in self.stores.items()}
 
     def by_rank(self) -> dict[int, State]:
         """Return the state that training changes, by rank and checkpoint name."""

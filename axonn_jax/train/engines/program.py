@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.backend.repairs import after
+from axonn_jax.backend.repairs import depend_on
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.load import Loads
@@ -272,7 +272,7 @@ class StageProgram(OnMesh):
             (total, sums), _ = lax.scan(add, start, (jnp.arange(looped), tokens[:looped]))
         # XLA unrolls a loop of one microbatch and would run it together with the last, with twice the activations.
         if looped and separates_last:
-            trainable = jax.tree.map(after, trainable, sums)
+            trainable = jax.tree.map(depend_on, trainable, sums)
         if not separates_last:
             return finished(sums), all_reduce(total, BATCH_AXES)
         loss, grads = in_order(last)(trainable, sums, tokens[-1])

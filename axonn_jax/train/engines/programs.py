@@ -55,7 +55,9 @@ class OffloadedStep:
             model, norm = self.update.reducing(state.model, measured_step.grads, loss, measured_step.finite)
             metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": measured_step.scale.skipped}
             return TrainState(model, measured_step.scale, measured_step.carried), metrics
-        model, _ = self.update.after(state.model, measured_step.grads, measured_step.factor, loss, measured_step.finite)
+        model, _ = self.update.apply_update(
+            state.model, measured_step.grads, measured_step.factor, loss, measured_step.finite
+        )
         return TrainState(model, measured_step.scale, measured_step.carried), measured_step.metrics
 
     @cached_property

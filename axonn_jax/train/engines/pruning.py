@@ -15,7 +15,7 @@ from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync, toge
 from axonn_jax.errors import UserError
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.masks import WINDOW, EarlyBird, kept
+from axonn_jax.pruned.masks import WINDOW, EarlyBird, keep_count
 from axonn_jax.pruned.prune import make_masks
 from axonn_jax.train.engines.engine import Engine
 
@@ -56,7 +56,7 @@ class Pruning:
         self._lines.clear()
         if not self._config.prunes or self._waits:
             return
-        counts = kept_of(self._engine, self._sync, self._config.density)
+        counts = mask_counts(self._engine, self._sync, self._config.density)
         self._unmasked = self._fileless and not counts.entries
         self.check_masks()
         self._lines.append(str(counts))
@@ -135,13 +135,13 @@ class Pruning:
     @property
     def _waits(self) -> bool:
         """True if the run has yet to be pruned."""
-        return self._config.later and dense(self._engine)
+        return self._config.starts_dense and dense(self._engine)
 
     def _prune(self, began: float) -> None:
         for store in self._engine.stores.values():
             store.reform()
         self._search, self.pruned_at = EarlyBird(self._config.threshold), self._last or 0
-        counts, took = kept_of(self._engine, self._sync, self._config.density), time.monotonic() - began
+        counts, took = mask_counts(self._engine, self._sync, self._config.density), time.monotonic() - began
         action = f"pruned {counts.kernels} kernels to {self._config.density:.3g}"
         self._lines.append(f"step {self._last}: {action} in {took:.1f} s")
         self._lines.append(str(counts))
@@ -178,7 +178,7 @@ class MaskCounts:
         return f"pruned: {self.entries:,} of {self.of:,} entries of {where}"
 
 
-def kept_of(engine: Engine, sync: HostSync, density: float) -> MaskCounts:
+def mask_counts(engine: Engine, sync: HostSync, density: float) -> MaskCounts:
     """Count the entries that the masks of all processes keep, and the kernels at `density`; zero for a dense engine.
 
     Messages: five numbers from each process.
@@ -188,9 +188,9 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> MaskCounts:
         if not isinstance(layout, PrunedLayout):
             return (0,) * 5
         sizes = {name: prod(shape) for name, shape in layout.shapes.items()}
-        at_density = sum(layout.counts[name] == kept(size, density) for name, size in sizes.items())
+        at_density = sum(layout.counts[name] == keep_count(size, density) for name, size in sizes.items())
         slots = sum(map(prod, layout.value_shapes.values()))
-        return len(sizes), at_density, layout.kept, sum(sizes.values()), slots
+        return len(sizes), at_density, layout.trained_count, sum(sizes.values()), slots
 
     gathered = sync.gathered({pp_rank: numbers(store.forms) for pp_rank, store in engine.stores.items()})
     copies = engine.grid.stage_processes  # every process of a stage reports the same numbers
@@ -199,11 +199,11 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> MaskCounts:
 
 def check_density(counts: MaskCounts, density: float) -> None:
     """Raise ``UserError`` unless masks keep `density` of every kernel or in total."""
-    if counts.at_density == counts.kernels or counts.entries == kept(counts.of, density):
+    if counts.at_density == counts.kernels or counts.entries == keep_count(counts.of, density):
         return
     # Suggest the shortest decimal that reproduces the masks' number of entries.
     shares = [f"{counts.entries / counts.of:.{digits}g}" for digits in range(1, 18)]
-    share = next((text for text in shares if kept(counts.of, float(text)) == counts.entries), shares[-1])
+    share = next((text for text in shares if keep_count(counts.of, float(text)) == counts.entries), shares[-1])
     raise UserError(
         "prune.density", density, f"{share}, as the {_CHECKPOINT} keep {counts.entries:,} of {counts.of:,} entries"
     )
@@ -220,7 +220,7 @@ def check_file(engine: Engine, sync: HostSync, config: PruneConfig) -> None:
     with together(sync):
         expected = make_masks(config, masks, names)
     with together(sync):
-        if mismatched := [name for name, mask in masks.items() if bool(_differ(expected[name], mask.joined()))]:
+        if mismatched := [name for name, mask in masks.items() if bool(_differ(expected[name], mask.materialize()))]:
             accepted = (
                 f"a file of the {_CHECKPOINT}; {len(mismatched)} are not the same, such as that of {mismatched[0]}"
             )

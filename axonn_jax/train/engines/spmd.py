@@ -17,7 +17,7 @@ from axonn_jax.distributed.bounded import STEPS
 from axonn_jax.distributed.gossip import RankStatus
 from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.grid import Grid
-from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.host_arrays import materialize
 from axonn_jax.memory.precision import Precisions, precisions
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
@@ -28,7 +28,7 @@ from axonn_jax.pruned.prune import Pruner, prunable
 from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.state.published_matrices import published_matrices
-from axonn_jax.tensor.params import Params, SplitModule, key_of, placed, shapes_of, split_module
+from axonn_jax.tensor.params import Params, SplitModule, key_of, place_params, shapes_of, split_module
 from axonn_jax.tensor.weight_gather import Weights
 from axonn_jax.train.engines.engine import Batches, RowChoice, TokenBatches
 from axonn_jax.train.engines.program import exposed
@@ -95,7 +95,7 @@ def model_job(
     parts = shapes_of(split)
     abstract = parts.merge(parts.params)
     return Job(
-        placed(split.params, parts.specs, grid.mesh),
+        place_params(split.params, parts.specs, grid.mesh),
         optimizer,
         partial(build_step, abstract, parts, optimizer, grid, clip, memory, tensor),
         TokenBatches(grid, microbatches, packed=checked.packed),
@@ -103,7 +103,7 @@ def model_job(
         owned,
         lambda params, carried: parts.merge(params),
         Pruner(prune, prunable(parts, checked.layer_list), parts.specs, grid.mesh) if prune.prunes else None,
-        not prune.later,
+        not prune.starts_dense,
         padding,
     )
 
@@ -154,7 +154,7 @@ class SpmdEngine:
     @property
     def params(self) -> Params:
         """Float32 weights, and frozen ones in the compute dtype, by name; those of scanned layers are copies."""
-        return joined({**self.store.masters, **self.store.frozen.per_layer})  # type: ignore[no-any-return]
+        return materialize({**self.store.masters, **self.store.frozen.per_layer})  # type: ignore[no-any-return]
 
     def merged(self, params: Params) -> Any:  # noqa: D102
         return self._job.merge(params, self._carried)
@@ -162,7 +162,7 @@ class SpmdEngine:
     @property
     def opt_state(self) -> Any:
         """Optimizer state for `params`; that of scanned layers is copied."""
-        return joined(self.store.opt_state)
+        return materialize(self.store.opt_state)
 
     @property
     def train_state(self) -> TrainState:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.adapters.layers import with_adapters
-from axonn_jax.backend.compiler_options import known_options, step_options
+from axonn_jax.backend.compiler_options import step_options, supported_options
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
@@ -81,7 +81,7 @@ class TrainStep:
         measured = self.measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
         loss, weights = measured.metrics["loss"], {**state.model.weights, **measured.written}
         old = state.model._replace(weights=weights)
-        model = self.update.after(old, measured.grads, measured.factor, loss, measured.finite)
+        model = self.update.apply_update(old, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale, measured.carried), measured.metrics
 
     def measured(
@@ -128,7 +128,7 @@ class TrainStep:
 
     def compiler_options(self) -> dict[str, Any] | None:
         """Return the step's XLA options that this XLA supports."""
-        return known_options(self._requested_options) or None
+        return supported_options(self._requested_options) or None
 
     def missing_options(self) -> list[str]:
         """Return the names of the step's options that this XLA does not support."""
@@ -216,13 +216,17 @@ def abstract(
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
 
-def masters(memory: MemoryConfig, grid: Grid, *, apart: bool = False) -> tuple[bool, bool, Precisions]:
+def masters(memory: MemoryConfig, grid: Grid, *, separate: bool = False) -> tuple[bool, bool, Precisions]:
     """Return whether optimizer state is split over replicas, whether it is in host memory, and the dtypes of the run.
 
-    With `apart`, masters are separate from the weights in any case.
+    With `separate`, masters are separate from the weights in any case.
     """
     zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
-    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or apart)
+    return (
+        zero,
+        offloads,
+        precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or separate),
+    )
 
 
 def build_step(
@@ -248,7 +252,7 @@ def build_step(
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and unrolled)
     auto = communicates and overlaps_collectives(jax.default_backend())
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
-    zero, offloads, dtypes = masters(memory, grid, apart=forms is not None)
+    zero, offloads, dtypes = masters(memory, grid, separate=forms is not None)
     # Buckets of offloaded state take parameters one by one, so layers cannot be stacked.
     scan: ScanLayers = "no" if offloads else tensor.scan_layers
     stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
@@ -259,8 +263,8 @@ def build_step(
         memory,
         zero=zero,
         ordered=ordered,
-        stacked=stack.own,
-        forms=None if forms is None else forms.over_layers(stack.own),
+        stacked=stack.layer_names,
+        forms=None if forms is None else forms.over_layers(stack.layer_names),
         sub_batches=tensor.sub_batches,
     )
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip)

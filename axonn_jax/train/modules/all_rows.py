@@ -69,17 +69,17 @@ class Comparison:
             run = self.run("xla", at_once, params, carried, batch)
         return run, batch
 
-    def run(self, way: Strategy, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Run:
+    def run(self, strategy: Strategy, batches: TreeBatches, params: Params, carried: Params, batch: Any) -> Run:
         """Return a function that computes the loss of a batch under a strategy.
 
         Args:
-            way: The strategy.
+            strategy: The strategy.
             batches: The layout of the batch.
             params: Parameters by path.
             carried: State by path.
             batch: This process's rows, on the host.
         """
-        program = replace(self._program, way=way)
+        program = replace(self._program, strategy=strategy)
 
         def run(params: Params, carried: Params, batch: Any) -> Any:
             result = program.forward(
@@ -87,16 +87,16 @@ class Comparison:
             )
             return (result.loss, result.aux, result.carried), result.grads
 
-        form = (way, batches.microbatches)
+        form = (strategy, batches.microbatches)
         if form not in self._compiled:
             grads = program.shardings() if self._gradients else None
             self._compiled[form] = jitted(run, out_shardings=(NamedSharding(self._mesh, P()), grads))
         inputs = (carried, batches.shard(batch))
         return partial(at_points, lambda params: self._compiled[form](params, *inputs), params, self._mesh)
 
-    def traced(self, way: Strategy, params: Params, carried: Params, batch: Any) -> None:
+    def traced(self, strategy: Strategy, params: Params, carried: Params, batch: Any) -> None:
         """Trace the loss and its gradients under a strategy, without compiling; exceptions of the loss pass through."""
-        program = replace(self._program, way=way)
+        program = replace(self._program, strategy=strategy)
         run = partial(program.forward, training=True, gradients=True)
         jax.eval_shape(run, params, carried, self._batches.shard(batch), constant_key())
 
@@ -126,7 +126,7 @@ class Comparison:
         key = jax.random.fold_in(constant_key(), 0)  # the key of a single part
 
         def part(params: Params) -> Any:
-            result = self._program.model.run(params, carried, key, rows, training=True, way="xla")
+            result = self._program.model.run(params, carried, key, rows, training=True, strategy="xla")
             return result.loss, (averaged(1.0, result.aux), result.carried)
 
         if self._gradients:

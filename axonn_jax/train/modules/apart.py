@@ -121,7 +121,14 @@ class LossModel(ABC):
         return model
 
     def run(
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool, way: Strategy
+        self,
+        params: Mapping[str, jax.Array],
+        carried: Params,
+        key: Any,
+        rows: Any,
+        *,
+        training: bool,
+        strategy: Strategy,
     ) -> LossResult:
         """Compute the loss of some rows.
 
@@ -131,12 +138,12 @@ class LossModel(ABC):
             key: Seed of random streams; None in an evaluation.
             rows: The rows, in the tree of the batch.
             training: True for a training step, False for an evaluation.
-            way: How the loss runs.
+            strategy: How the loss runs.
 
         Returns:
             The loss, its metrics, and the state that the call has changed.
         """
-        return self._axes.call(partial(self.compute_loss, params, carried, key, rows, training, way))  # type: ignore[no-any-return]
+        return self._axes.call(partial(self.compute_loss, params, carried, key, rows, training, strategy))  # type: ignore[no-any-return]
 
     def result(self, loss: Loss, model: Any, rows: Any, key: Any) -> tuple[jax.Array, Any]:
         """Call the user's loss and check its results.
@@ -164,7 +171,7 @@ class LossModel(ABC):
 
     @abstractmethod
     def compute_loss(
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Strategy
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, strategy: Strategy
     ) -> LossResult:
         """Compute the loss of some rows; the mapped axes that the model names are bound."""
 

@@ -120,7 +120,7 @@ class TreeBatches(Batches):
         def to_mesh(leaf: Any) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 return jax.device_put(leaf.reshape(*numbers.shape, *leaf.shape[1:]), layout)
-            return self.placed(leaf, rows)
+            return self.to_mesh(leaf, rows)
 
         return self._map_rows(batch, to_mesh)
 

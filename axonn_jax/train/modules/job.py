@@ -107,8 +107,8 @@ def loss_job(
         return LossProgram(parts, grid, dtypes, memory, **kwargs, **options)
 
     def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
-        zero, _, dtypes = masters(memory, grid, apart=forms is not None)
-        loss_program = program(forms, dtypes, zero=zero, way=proof.way, user_selected=rows == "parts")
+        zero, _, dtypes = masters(memory, grid, separate=forms is not None)
+        loss_program = program(forms, dtypes, zero=zero, strategy=proof.strategy, user_selected=rows == "parts")
         separate = dtypes.master_weights or zero or offloads or forms is not None
         return unstacked(parts), loss_program, TrainStep(loss_program, optimizer, clip, separate)
 
@@ -123,7 +123,7 @@ def loss_job(
         owned=True,
         merge=loss_model.restored,
         chooser=Pruner(prune, loss_model.kernels, loss_model.specs, grid.mesh) if prune.prunes else None,
-        formed=not prune.later,
+        formed=not prune.starts_dense,
         carried=carried,
         row_choice=proof,
     )

@@ -73,11 +73,11 @@ class LinenLossModel(LossModel):
         return isinstance(self.loss, LinenLoss)
 
     def compute_loss(  # noqa: D102
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Strategy
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, strategy: Strategy
     ) -> LossResult:
         if self.keyed and not training:  # printed once, because this runs while tracing
             say_first("evaluate: the loss takes a key and draws as in training; evaluate(loss=) calls another")
-        tree, function = self.restored(params, carried), self._loss(way)
+        tree, function = self.restored(params, carried), self._loss(strategy)
         if isinstance(function, LinenLoss) and not self.unsharded:
             tree = function.gather_spread(tree)
         loss, aux = self.result(function, tree, rows, key)
@@ -92,12 +92,12 @@ class LinenLossModel(LossModel):
             aux = {name: value for name, value in aux.items() if name not in returned}
         return LossResult(loss, aux, changed)
 
-    def _loss(self, way: Strategy) -> Loss:
+    def _loss(self, strategy: Strategy) -> Loss:
         loss, compute = self.loss, self.compute
-        if isinstance(loss, LinenLoss) and way != "xla":
+        if isinstance(loss, LinenLoss) and strategy != "xla":
             split = loss if compute is None else loss.with_dtype(compute)
             axes = () if self.unsharded else ROW_AXES
-            return split if way == "whole" else split.with_row_axes(axes, REPLICAS)
+            return split if strategy == "whole" else split.with_row_axes(axes, REPLICAS)
         plain = getattr(loss, "plain", loss)
         return plain if compute is None else partial(_computed_in, plain, compute)
 

@@ -91,7 +91,7 @@ class NnxLossModel(LossModel):
         self.kernels = tuple(name for name in kernel_paths if name in self.params)
 
     def compute_loss(  # noqa: D102
-        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, way: Strategy
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, training: bool, strategy: Strategy
     ) -> LossResult:
         weights = {name: value.astype(self._dtype(name)) for name, value in params.items()}
         frozen = {name: carried[name].astype(self._dtype(name)) for name in self._frozen}
@@ -100,11 +100,11 @@ class NnxLossModel(LossModel):
         model = self._merged({**carried, **frozen, **weights}, streams)
         if not training:
             model.eval()
-        if way == "xla" or (way == "parts" and self.unsharded):
+        if strategy == "xla" or (strategy == "parts" and self.unsharded):
             as_flax(model)
         else:
             gather_spread(model)
-            if way == "parts":
+            if strategy == "parts":
                 with_row_axes(model, ROW_AXES)
         for module in modules(model).values():
             layer: Any = module
@@ -112,7 +112,7 @@ class NnxLossModel(LossModel):
                 layer.dtype = self.compute
             # Average the statistics over replicas, as one device would over all rows.
             if isinstance(layer, nnx.BatchNorm):
-                layer.axis_name = REPLICAS if way == "parts" else None
+                layer.axis_name = REPLICAS if strategy == "parts" else None
         old_values = self._values(model)
         loss, aux = self.result(self.loss, model, rows, key)
         # Compare by identity: a Variable that the call has not written still holds the same tracer.

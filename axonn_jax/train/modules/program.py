@@ -53,7 +53,7 @@ class LossProgram(OnMesh):
 
     model: LossModel = field(kw_only=True)
     weight: Weight | None = field(default=None, kw_only=True)
-    way: Strategy = field(default="parts", kw_only=True)
+    strategy: Strategy = field(default="parts", kw_only=True)
     user_selected: bool = field(default=False, kw_only=True)
     """True if the user, and not the proof, selected the strategy."""
 
@@ -74,7 +74,7 @@ class LossProgram(OnMesh):
         formed = {} if self.forms is None else {name: params[name] for name in self.forms.shapes}
         local = partial(self._local, formed, True)
         (total, sums, aux, changed), _ = self._run_local(local, params, carried, batch, key, scale)
-        if self.way != "parts":
+        if self.strategy != "parts":
             specs = self.grad_specs
             grads = {name: self._constrained(value, specs[name]) for name, value in sums.items()}
             return _step_results(grads, total, global_norm(grads, specs), scale, aux, changed)
@@ -89,7 +89,7 @@ class LossProgram(OnMesh):
         numbers = jax.tree.map(lambda _: P("data"), aux)
         out_specs = (self.grad_specs, P(), P(), jax.tree.map(lambda _: P(), aux))
         in_specs = (P("data"), self._stacked, numbers)
-        region = shard_mapped(reduce, self.grid.mesh, in_specs, out_specs, differentiated=False, among_others=True)
+        region = shard_mapped(reduce, self.grid.mesh, in_specs, out_specs, differentiated=False, keep_mesh=True)
         grads, norm, loss, aux = region(total, sums, aux)
         # The proof admits parts only if every replica computes the same state, so take the first replica's.
         return _step_results(grads, loss, norm, scale, aux, {name: value[0] for name, value in changed.items()})
@@ -107,7 +107,7 @@ class LossProgram(OnMesh):
         """Return the mean loss of a batch, its metrics, the changed state, and its gradients if requested."""
         local = partial(self._local, {} if gradients else None, training)
         (loss, grads, aux, changed), weight = self._run_local(local, params, carried, batch, key, None)
-        if self.way == "parts":
+        if self.strategy == "parts":
             loss, grads, aux = jax.tree.map(lambda value: jnp.sum(value, 0), (loss, grads, aux))
         return Forward(loss, aux, changed, weight, grads)
 
@@ -119,8 +119,8 @@ class LossProgram(OnMesh):
     def of(self, loss: Loss | None, *, at_once: bool) -> "LossProgram":
         """Return the program of another loss; it sees the rows of all replicas if it is another, or if `at_once`."""
         model = self.model if loss is None else self.model.with_loss(loss)
-        way: Strategy = "whole" if (at_once or loss is not None) and self.way == "parts" else self.way
-        return replace(self, model=model, way=way if model.split else "xla")
+        strategy: Strategy = "whole" if (at_once or loss is not None) and self.strategy == "parts" else self.strategy
+        return replace(self, model=model, strategy=strategy if model.split else "xla")
 
     def check_traced(self, jaxpr: Any) -> None:
         """Raise ``UserError`` for a convolution outside of layers that XLA would partition incorrectly."""
@@ -132,7 +132,7 @@ class LossProgram(OnMesh):
 
     def _used(self, name: str) -> P:
         """Return the layout in which the loss receives a parameter."""
-        return self.parts.specs[name] if self.model.split and self.way != "xla" else P()
+        return self.parts.specs[name] if self.model.split and self.strategy != "xla" else P()
 
     def _shares(self, batch: Any, parts: int) -> tuple[jax.Array, jax.Array]:
         """Return each part's share of the mean loss, [microbatches, data] or [microbatches], and the batch's weight."""
@@ -152,7 +152,7 @@ class LossProgram(OnMesh):
     ) -> tuple[Any, jax.Array]:
         """Run `local` once, or for all replicas side by side, and return its results and the weight of the batch."""
         dense = {name: value if isinstance(value, jax.Array) else value.shard() for name, value in params.items()}
-        if self.way != "parts":
+        if self.strategy != "parts":
             batch = jax.tree.map(self._merge_replicas, batch, is_leaf=is_replicated)
             shares, weight = self._shares(batch, 1)
             weights = {name: self._constrained(v.astype(jnp.float32), self._used(name)) for name, v in dense.items()}
@@ -163,7 +163,7 @@ class LossProgram(OnMesh):
             return side_by_side(lambda *weights: local(*weights, key, scale), dense, carried, batch, shares), weight
         except Exception as error:  # from the loss, or from jax's manual axes if the model maps a layer by jax.vmap
             if self.user_selected and not isinstance(error, UserError):
-                replace(self, way="whole").forward(
+                replace(self, strategy="whole").forward(
                     params, carried, batch, key, training=True
                 )  # raises errors of the loss itself
                 accepted = f"auto or whole: in parts of the rows the loss fails: {first_line(error)}"
@@ -173,7 +173,7 @@ class LossProgram(OnMesh):
     @property
     def _manual(self) -> bool:
         """True if replicas have a single device each, so that all layers run in one manual region."""
-        return self.way == "parts" and unsharded(self.grid.mesh)
+        return self.strategy == "parts" and unsharded(self.grid.mesh)
 
     def _mapped(self, replica: Callable[..., Any], dense: Params, carried: Params, batch: Any, shares: Any) -> Any:
         """Run replicas, whose layers are sharded, by `jax.vmap`."""
@@ -220,7 +220,7 @@ class LossProgram(OnMesh):
         """Return the key of a part; `data = 2` with 4 microbatches draws what `data = 1` with 8 microbatches does."""
         if key is None:
             return None
-        return jax.random.fold_in(key, number * self.grid.shape.data + replica if self.way == "parts" else number)
+        return jax.random.fold_in(key, number * self.grid.shape.data + replica if self.strategy == "parts" else number)
 
     def _local(
         self,
@@ -243,7 +243,9 @@ class LossProgram(OnMesh):
 
         def part(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, LossResult]:
             part_key = self._part_key(key, number, replica)
-            result = self.model.run(params, carried, part_key, with_rows(batch, rows), training=training, way=self.way)
+            result = self.model.run(
+                params, carried, part_key, with_rows(batch, rows), training=training, strategy=self.strategy
+            )
             changed.update(result.carried)
             loss = share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)

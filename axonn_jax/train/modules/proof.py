@@ -48,10 +48,10 @@ class Proof:
     def __init__(self, rows: Rows, program: LossProgram, batches: TreeBatches):
         shape = program.grid.shape
         splits = program.model.split or shape.z * shape.y * shape.x == 1
-        self.way: Strategy = rows if rows != "auto" else "parts" if splits else "xla"
+        self.strategy: Strategy = rows if rows != "auto" else "parts" if splits else "xla"
         self.facts: dict[str, Any] = {}
         """Strategy and reason, written to checkpoints, if the loss does not run in parts although it might have."""
-        self._begun = self.way
+        self._begun = self.strategy
         self._program, self._batches = replace(program, model=program.model.exact(), forms=None), batches
         self._rows = rows
         self._split = not program.model.unsharded
@@ -63,7 +63,7 @@ class Proof:
         """Verdicts on evaluations by the loss and the shapes of a batch."""
         self._compared, self._due = False, 0
         """Next step before which results are compared, if the program is not understood."""
-        if rows == "parts" and self._part_count(self.way) > 1:
+        if rows == "parts" and self._part_count(self.strategy) > 1:
             say_first('rows="parts": the loss of parts of the rows is not compared with that of all rows')
         if not splits:
             say_first(
@@ -88,7 +88,7 @@ class Proof:
         seen = form in self._verdicts
         if seen and (self._verdicts[form].kind != "not understood" or step < self._due):
             return False
-        previous = self.way
+        previous = self.strategy
         dense = {name: v if isinstance(v, jax.Array) else jax.jit(_dense)(v) for name, v in params.items()}
         # Perturbations would vanish in the rounding of weights that are stored in half precision.
         dense = {name: v.astype(jnp.float32) if v.dtype in _HALVES else v for name, v in dense.items()}
@@ -102,7 +102,7 @@ class Proof:
                 verdict, lines = Verdict("coupled"), [self._unproven(error, dense, carried, batch)]
         self._verdicts[form] = verdict
         say_first(*lines)
-        return self.way != previous
+        return self.strategy != previous
 
     def evaluates_at_once(self, loss: Loss | None, params: Weights, carried: Params, batch: Any) -> bool:
         """Return whether an evaluation must see all rows of a batch at once; if so, print a line.
@@ -114,13 +114,13 @@ class Proof:
             carried: State by path.
             batch: This process's rows, on the host.
         """
-        side_by_side = self._program.grid.shape.data if self.way == "parts" and loss is None else 1
+        side_by_side = self._program.grid.shape.data if self.strategy == "parts" and loss is None else 1
         parts = (self._batches.microbatches, side_by_side)
         if parts == (1, 1) or (self._rows == "parts" and loss is None):
             return False
         form = (loss, str(jax.tree.map(jnp.shape, values_of(batch))))
         if form not in self._evaluations:
-            program = replace(self._program.of(loss, at_once=False), way=self.way)
+            program = replace(self._program.of(loss, at_once=False), strategy=self.strategy)
             try:
                 rows = self._batches.all_rows(batch)
                 verdict = verdict_of(program, _shapes(params), carried, batch, rows, parts, training=False)
@@ -131,12 +131,15 @@ class Proof:
                 say_first(f"evaluate: the loss runs on all rows of a batch at once; {verdict.reason}")
         return self._evaluations[form].kind != "proven"
 
-    def _part_count(self, way: Strategy) -> int:
-        return self._batches.microbatches * (self._program.grid.shape.data if way == "parts" else 1)
+    def _part_count(self, strategy: Strategy) -> int:
+        return self._batches.microbatches * (self._program.grid.shape.data if strategy == "parts" else 1)
 
     def _verdict(self, params: Params, carried: Params, batch: Any) -> Verdict:
         """Analyze the program of the loss; exceptions of the loss of all rows at once pass through."""
-        in_turn, side_by_side = self._batches.microbatches, self._part_count(self.way) // self._batches.microbatches
+        in_turn, side_by_side = (
+            self._batches.microbatches,
+            self._part_count(self.strategy) // self._batches.microbatches,
+        )
         if in_turn * side_by_side == 1:
             return Verdict("proven")
         parts = (in_turn, side_by_side)
@@ -150,23 +153,23 @@ class Proof:
             if (
                 first
                 and not self._verdicts
-                and (way := self.facts.get("way")) in _STRATEGIES[_STRATEGIES.index(self.way) :]
+                and (strategy := self.facts.get("way")) in _STRATEGIES[_STRATEGIES.index(self.strategy) :]
             ):
                 # Only results can decide here, and they did before the checkpoint. The batch that showed the difference
                 # may not come again, so trust the checkpoint's decision.
-                self.way, self._done = way, True
+                self.strategy, self._done = strategy, True
                 return [self._line(f"{self.facts['reason']}, as before the checkpoint")]
             announcement = [f"rows: compared with all rows at once before steps 0, 1, 2, 4, ...; {verdict.reason}"]
             lines = self._compare(params, carried, batch, gradients=True)
             self._due = 1 << step.bit_length()
-            if lines or self.way != "parts":  # a difference has been reported, and no further batch can undo it
+            if lines or self.strategy != "parts":  # a difference has been reported, and no further batch can undo it
                 self._done = True
             return lines or (announcement if first else [])
         reason = "" if verdict.kind == "proven" else self._reason(verdict)
         had = "" if self._verdicts or reason else self.facts.get("reason", "")
-        if reason and self.way == "parts" and self._batches.replicas > 1 and not verdict.in_turn:
-            self.way = "whole"
-        elif self._compared or not (self._split or self.way != "parts"):
+        if reason and self.strategy == "parts" and self._batches.replicas > 1 and not verdict.in_turn:
+            self.strategy = "whole"
+        elif self._compared or not (self._split or self.strategy != "parts"):
             # Flax's own layers compute the same everywhere, so there is nothing to compare. The loss may still fail in
             # the manual region of replicas, which tracing shows.
             lines = [] if self._compared else self._try_parts(params, carried, batch)
@@ -177,7 +180,7 @@ class Proof:
 
     def _resumed_line(self, had: str) -> list[str]:
         """Return a line about a loss that runs in parts now, but did not before the checkpoint."""
-        if not had or self._part_count(self._begun) == 1 or self.way != "parts":
+        if not had or self._part_count(self._begun) == 1 or self.strategy != "parts":
             return []
         self.facts = {}
         return [f"rows: {_INSTEAD['parts']}, as its program shows; before the checkpoint it did not: {had}"]
@@ -192,11 +195,11 @@ class Proof:
     def _try_parts(self, params: Params, carried: Params, batch: Any) -> list[str]:
         """Trace the loss in parts; if that fails, run all rows at once and return a line that says why."""
         try:
-            self._comparison(gradients=False).traced(self.way, params, carried, batch)
+            self._comparison(gradients=False).traced(self.strategy, params, carried, batch)
         except UserError:
             raise
         except Exception as error:  # from jax's manual axes, or from code that relies on the rows of a full batch
-            self.way = "whole" if self.way == "parts" else self.way
+            self.strategy = "whole" if self.strategy == "parts" else self.strategy
             return self._compare(
                 params, carried, batch, gradients=False, reason=f"{_RUNS['parts']} the loss fails: {first_line(error)}"
             )
@@ -214,25 +217,25 @@ class Proof:
         want = all_rows(0.0)
         results, lines, noisy = dict[Strategy, Results](), [reason] if reason else [], None
         coupled = bool(reason) and self._batches.microbatches > 1
-        for way in _STRATEGIES[_STRATEGIES.index(self.way) :]:
+        for strategy in _STRATEGIES[_STRATEGIES.index(self.strategy) :]:
             try:
-                results[way] = comparison.run(way, self._batches, params, carried, batch)(0.0)
+                results[strategy] = comparison.run(strategy, self._batches, params, carried, batch)(0.0)
             except UserError:
                 raise
             except Exception as error:  # from jax's manual axes, or from code that relies on the rows of a full batch
-                lines.append(f"{_RUNS[way]} the loss fails: {first_line(error)}")
+                lines.append(f"{_RUNS[strategy]} the loss fails: {first_line(error)}")
                 continue
             if coupled:  # microbatches differ from all rows under every strategy, so take the first that runs
                 break
-            differences = find_differences(results[way], want)
+            differences = find_differences(results[strategy], want)
             if differences:
                 noisy = noisy or all_rows(comparison.rounding)
-                differences = find_differences(results[way], want, noisy)
+                differences = find_differences(results[strategy], want, noisy)
             if not differences:
-                self.way = way
+                self.strategy = strategy
                 return [self._line(lines[0])] if lines else []
             more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
-            lines.append(f"{_RUNS[way]} {differences[0]}{more}")
+            lines.append(f"{_RUNS[strategy]} {differences[0]}{more}")
         if not results:
             if self._batches.microbatches > 1:
                 accepted = f"1 with a loss that runs on all rows of a batch at once alone; {lines[-1]}"
@@ -240,7 +243,7 @@ class Proof:
             return [f"rows: {line}" for line in lines]
         same = {"parts", "whole"} <= set(results) and not find_differences(results["parts"], results["whole"])
         best: tuple[Strategy, ...] = ("parts",) if same else ("whole", "xla", "parts")
-        self.way = next(way for way in best if way in results)
+        self.strategy = next(strategy for strategy in best if strategy in results)
         return [self._line(lines[0])]
 
     def _unproven(self, error: Exception, params: Params, carried: Params, batch: Any) -> str:
@@ -251,27 +254,27 @@ class Proof:
         why = f"the loss of all rows at once fails: {first_line(error)}"
         runs: list[Strategy] = []
         comparison = self._comparison(gradients=False)
-        for way in _STRATEGIES[::-1]:
+        for strategy in _STRATEGIES[::-1]:
             try:
-                comparison.run(way, self._batches, params, carried, batch)(0.0)
-                runs.append(way)
+                comparison.run(strategy, self._batches, params, carried, batch)(0.0)
+                runs.append(strategy)
             except Exception:  # from sharded layers, about sizes of shards
                 continue
         if not runs:
             raise error from error.__cause__
         count = self._batches.microbatches
-        fallback = next((way for way in _STRATEGIES[1:] if way in runs), None)
+        fallback = next((strategy for strategy in _STRATEGIES[1:] if strategy in runs), None)
         if fallback is None or (count > 1 and self._rows == "auto"):
             field, value = ("rows", "auto") if fallback is None else ("microbatches", count)
             raise UserError(field, value, f'rows="parts" where no row sees another, which cannot be proven: {why}')
-        self.way = fallback
+        self.strategy = fallback
         return self._line(f"not compared, as {why}")
 
     def _line(self, reason: str) -> str:
         count = self._batches.microbatches
         changed = f"; microbatches = {count} change what is learned, 1 would not" if count > 1 else ""
-        self.facts = {"way": self.way, "reason": reason}
-        return f"rows: {_INSTEAD[self.way]}; {reason}{changed}"
+        self.facts = {"way": self.strategy, "reason": reason}
+        return f"rows: {_INSTEAD[self.strategy]}; {reason}{changed}"
 
 
 _RUNS: dict[Strategy, str] = {

@@ -58,7 +58,7 @@ def verdict_of(
             is_leaf=is_replicated,
         )
         merged = with_rows(merged, rows)
-        result = model.run(weights, state, key if training else None, merged, training=training, way="parts")
+        result = model.run(weights, state, key if training else None, merged, training=training, strategy="parts")
         counted = () if program.weight is None else (jnp.asarray(program.weight(merged), jnp.float32),)
         return counted, result.loss, averaged(1.0, result.aux), result.carried if training else {}
 

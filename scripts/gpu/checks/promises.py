@@ -49,7 +49,7 @@ def messages() -> Row:
     buffers = DeviceBuffers([form], [device])
     value = jax.random.normal(jax.random.key(5), form.shape, form.dtype).block_until_ready()
     sent, target = buffers.outgoing(value), buffers.incoming(form, device)
-    target.held.block_until_ready()
+    target.array.block_until_ready()
     buffers.enter()
     carrier = _carry(sent, target, device)
     same = np.asarray(buffers.array(target, form, device)).tobytes() == np.asarray(value).tobytes()
@@ -72,7 +72,7 @@ def _carry(sent: DeviceBytes, target: DeviceBytes, device: jax.Device) -> str:
             request.Wait()
             return "MPI"
     (to, _), (source, _) = (buffer.__cuda_array_interface__["data"] for buffer in (target, sent))
-    count = sent.held.nbytes
+    count = sent.array.nbytes
     if device.platform == "cpu":
         ctypes.memmove(to, source, count)
     else:
