@@ -70,7 +70,7 @@ def prepare(
 ) -> tuple[Manifest, Source]:
     """Write the prepared directory ``out`` from the documents of ``source``, atomically.
 
-    A tokenizer of ``vocab`` entries is trained, or an existing one is used (`tokenize.load_given`). `source.scan`
+    A tokenizer of ``vocab`` entries is trained, or an existing one is used (`tokenize.load_existing`). `source.scan`
     describes which files are read.
 
     Raises:

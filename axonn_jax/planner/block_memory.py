@@ -32,11 +32,11 @@ class BlockBytes:
     working: float
     """Additional bytes while the backward pass runs."""
     recomputed: float = 0.0
-    """Part of `working` that is recomputed: all of a block but `kept`."""
+    """Part of `working` that is recomputed: all of a block but `saved`."""
     host: float = 0.0
     """Bytes from forward to backward, on the host."""
     shown: float = 0.0
-    """Part of `kept` that a pipeline stage recomputes with elementwise operations."""
+    """Part of `saved` that a pipeline stage recomputes with elementwise operations."""
     waiting: float = 0.0
     """Both operands of every product, held from the input gradient to a deferred weight gradient in a pipeline."""
     released: float = 0.0
