@@ -99,18 +99,16 @@ def prepare_instructions(
     check_numbers(holdout, seed, shard_tokens)
     share = 0 if options.valid else holdout
     vocab_ids = {*encoder.get_vocab(with_added_tokens=True).values()}
-    selection = files_of(source, split, (), report)
-    mix = Mix(
-        selection.paths, options.mix, seed, template.takes, vocab_ids, skip_bad=options.skip_bad, valid=options.valid
-    )
+    inputs = files_of(source, split, (), report)
+    skip_bad, valid = options.skip_bad, options.valid
+    mix = Mix(inputs.paths, options.mix, seed, template.takes, vocab_ids, skip_bad=skip_bad, valid=valid)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(vocab_ids) + 1, options.seq_len + 1, out.resolve()
     # Round down to a multiple of the row, so that no row is split between two shards.
     limit = max(shard_tokens // width, 1) * width
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
-        # The first of two passes: a document only gets its split once all documents have been seen.
         splitter, size = Holdout(share, seed), 0
-        for read in mix.rows():
+        for read in mix.rows():  # the first of two passes: splits need to have seen all documents
             splitter.see(read.document)
             size += round(read.document.characters * read.weight)
             report("reading", size, 0)
@@ -129,9 +127,8 @@ def prepare_instructions(
                 done += row.document.characters
                 report("encoding", done, size)
             splits = {name: of_split.close() for name, of_split in rows.items()}
-        skipped = (
-            rows["train"].skipped + rows["valid"].skipped + Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
-        )
+        skipped = Counter({"bad": len(mix.bad), "unmarked": len(unmarked)})
+        skipped = rows["train"].skipped + rows["valid"].skipped + skipped
         if unmarked and not any(split.tokens for split in splits.values()):
             line, error = next(iter(unmarked.items()))
             raise UserError("--template", options.template, f"{error.accepted}; at {line}")
@@ -154,7 +151,7 @@ def prepare_instructions(
             splits=splits,
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
             skipped=skipped,
-            options={**selection.facts, **_user_options(options, template.source), "holdout": holdout, "seed": seed},
+            options={**inputs.facts, **_user_options(options, template.source), "holdout": holdout, "seed": seed},
         )
     lines = [
         *([_DEFAULT_LINES[options.template]] if used and not by_user else []),
