@@ -82,7 +82,7 @@ class Updates:
                     programs.update = self._within(place, holding.mesh, programs.update)
         else:
             update, mesh = trainer.engine.store.placement, trainer.engine.grid.mesh
-            update.after = self._watched(0, mesh, update.after)
+            update.apply_update = self._watched(0, mesh, update.apply_update)
             update.programs.update = self._within(0, mesh, update.programs.update)
 
     def _bytes(self, mesh: Any, kind: str) -> int:

@@ -87,10 +87,10 @@ def device_state(
         params: Number of parameters.
         precision: Compute precision.
         moment: Bytes of optimizer state per parameter.
-        kept: Number of trained entries of pruned parameters. Weights stay dense; everything else only covers these.
+        unpruned: Number of trained entries of pruned parameters. Weights stay dense; everything else only covers these.
         gradient_item: Bytes of a gradient's element.
-        separate_masters: True if float32 master weights exist next to half-precision weights, as they always do if they are
-            sharded or, with `offload`, on the host. Otherwise the weights themselves are float32.
+        separate_masters: True if float32 master weights exist next to half-precision weights, as they always do if
+            they are sharded or, with `offload`, on the host. Otherwise the weights themselves are float32.
         offload: True if master weights and optimizer state are on the host.
         replicas: Devices that share master weights and optimizer state (ZeRO-1); 1 if none do.
     """

@@ -23,8 +23,9 @@ def test_kinds_of_layers_that_alternate_are_one_loop():
     grids.check_gradients(scanned, grids.one_device(shape))
     model = grids.model_on(shape, grids.lay(GridShape()))
     stack = stack_layers(model, split_module(model))
-    assert {name.split(".")[2] for name in stack.own} == {"0", "1"}
-    assert stack.own["blocks.every.1.mlp.router.kernel"] == ("blocks.1.mlp.router.kernel", "blocks.3.mlp.router.kernel")
+    assert {name.split(".")[2] for name in stack.layer_names} == {"0", "1"}
+    routers = ("blocks.1.mlp.router.kernel", "blocks.3.mlp.router.kernel")
+    assert stack.layer_names["blocks.every.1.mlp.router.kernel"] == routers
     odd = grids.model_on(replace(shape, layers=3), grids.lay(GridShape()))
     with pytest.raises(UserError, match=r"model.layers = 3: to scan layers, at least 4, a multiple of 2"):
         stack_layers(odd, split_module(odd))

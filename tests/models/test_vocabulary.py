@@ -118,7 +118,7 @@ def test_gpt2s_vocabulary_fits_every_grid_and_the_plan_counts_its_padding():
         assert 0 < shape.padded_vocab(parts) - 50_257 < parts
     work = StepSpec(shape, GridShape(1, 1, 4, 1, 1), sequences=4)
     (gathered,) = [one for one in predict(work) if one.name == "embedding" and one.kind == "all-gather"]
-    assert gathered.whole == 50_260 * 768 * 4
+    assert gathered.buffer_bytes == 50_260 * 768 * 4
 
 
 def test_hugging_face_tensors_come_and_go_without_the_padding():

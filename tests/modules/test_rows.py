@@ -282,7 +282,7 @@ import axonn_jax as ax
 from row_losses import Mlp, X, contrastive
 
 trainer = ax.Trainer(Mlp(), optax.sgd(0.1), ax.init(data=2), loss=contrastive)
-print([float(trainer.step(X)["loss"]), float(contrastive(Mlp(), X))], trainer.engine.program.way)
+print([float(trainer.step(X)["loss"]), float(contrastive(Mlp(), X))], trainer.engine.program.strategy)
 """
 
 

@@ -20,6 +20,7 @@ from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.planner.search import search
+from axonn_jax.planner.simulate.candidate import Prices
 from axonn_jax.planner.space import SearchSpace, legal_grids
 from axonn_jax.settings import MemoryConfig, TensorConfig
 from axonn_jax.tensor.params import split_module
@@ -75,7 +76,7 @@ def test_temporaries_of_the_update_do_not_grow_with_the_experts():
             for name, p in program.parts.params.items()
         }
         factor, finite = (jax.ShapeDtypeStruct((), of, sharding=step.scalar) for of in (jnp.float32, jnp.bool_))
-        update = jax.jit(step.update.after, donate_argnums=0)
+        update = jax.jit(step.update.apply_update, donate_argnums=0)
         return update.lower(state, grads, factor, finite).compile().memory_analysis().temp_size_in_bytes
 
     few = temporaries(4)
@@ -98,6 +99,13 @@ def test_a_search_finds_what_fits_and_prices_it():
     assert best.memory.total <= limit
     assert best.exposed["expert"] + best.hidden.get("expert", 0.0) > 0
     assert best.peak_share(MIXTRAL) < 1
+
+
+def test_a_pipeline_is_priced_by_its_own_split_of_experts_whatever_was_priced_before():
+    splits = [Candidate(GridShape(pipe=4, data=16 // expert, expert=expert, y=4), 16, "full") for expert in (1, 8)]
+    prices = Prices(CostModel(MIXTRAL))
+    for candidate in splits:
+        assert prices.price(candidate).step_s == Prices(CostModel(MIXTRAL)).price(candidate).step_s
 
 
 def test_experts_that_are_split_take_less_memory_and_send_more():

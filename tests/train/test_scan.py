@@ -141,13 +141,13 @@ def test_optimizers_that_tell_layers_apart_are_refused_and_auto_unrolls(optimize
     with pytest.raises(UserError, match=why):
         choose_stack(model, split_module(model), optimizer, "yes")
     deep = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=LAYERS), rngs=nnx.Rngs(0)))
-    assert not choose_stack(deep, split_module(deep), frozen(LAYERS - 1), "auto").own
+    assert not choose_stack(deep, split_module(deep), frozen(LAYERS - 1), "auto").layer_names
 
 
 def test_auto_scans_many_layers_and_recomputed_ones_that_the_package_does_not_order():
     def scans(layers, **options):
         model = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=layers), rngs=nnx.Rngs(0)))
-        return bool(choose_stack(model, split_module(model), optax.sgd(0.1), "auto", **options).own)
+        return bool(choose_stack(model, split_module(model), optax.sgd(0.1), "auto", **options).layer_names)
 
     assert scans(LAYERS)
     assert not scans(LAYERS - 1)

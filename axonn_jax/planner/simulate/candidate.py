@@ -100,7 +100,9 @@ class Prices:
     def _key(self, candidate: Candidate) -> tuple[object, ...]:
         """Return the key of everything that task times depend on."""
         grid, sequences = candidate.grid, candidate.sequences(self.model.request.batch)
-        return grid.pipe, grid.z, grid.y, grid.x, candidate.virtual_stages, sequences, candidate.activations
+        # Replicas of the same number of sequences differ in `expert`, over which tasks exchange tokens.
+        axes = grid.pipe, grid.expert, grid.z, grid.y, grid.x
+        return *axes, candidate.virtual_stages, sequences, candidate.activations
 
     def pipelined(self, candidate: Candidate) -> Simulation:
         """Simulate a candidate's step without work done once a step."""
