@@ -32,7 +32,7 @@ Dispatch = Literal["gather", "capacity"]
 """How tokens reach their experts: all of them are gathered, or every expert has a fixed number of slots."""
 PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
-CachedKeys = Literal["full", "loki", "exact-topk", "random", "h2o", "window"]
+CachedKeys = Literal["full", "loki"]
 """Cached keys that a generated token attends to."""
 
 InstructionLoss = Literal["response", "all"]

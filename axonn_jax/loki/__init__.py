@@ -1,1 +1,1 @@
-"""Loki attention: selection of a decode step's keys by principal components, and its baselines."""
+"""Loki attention: selection of a decode step's keys by principal components."""

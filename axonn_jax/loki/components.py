@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.weights import at_first_copies
 from axonn_jax.loki.attention import LokiAttention
-from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import CachedKeys, typed
@@ -211,12 +209,6 @@ def laid_out(components: Components, spec: P, mesh: Mesh, *, times: int = 1) -> 
 
 def attention_of(name: CachedKeys, options: LokiOptions, shape: ModelShape) -> FullAttention:
     """Return the attention that a command line names."""
-    makers: dict[CachedKeys, Callable[[], Any]] = {
-        "full": FullAttention,
-        "loki": partial(LokiAttention, options.first(shape), options.keys, options.block),
-        "exact-topk": partial(ExactTopK, options.keys),
-        "random": partial(RandomKeys, options.keys),
-        "window": partial(NewestKeys, options.keys),
-        "h2o": partial(HeavyHitters, options.keys, shape.heads // shape.kv_heads),
-    }
-    return makers[name]()  # type: ignore[no-any-return]
+    if name == "full":
+        return FullAttention()
+    return LokiAttention(options.first(shape), options.keys, options.block)

@@ -1,4 +1,4 @@
-"""Command-line options of Loki and its baselines; without jax."""
+"""Command-line options of Loki; without jax."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class LokiOptions:
     features: float = 0.25
     """Share of a head's features for the ranking of keys."""
     keys: float = 0.25
-    """Share of a text's tokens attended to by a new token; also for baselines."""
+    """Share of a text's tokens attended to by a new token."""
     block: int = 1
     """Rank blocks of so many tokens by their best one: reads longer pieces of memory."""
 
@@ -29,8 +29,7 @@ class LokiOptions:
                 raise UserError(f"--loki.{name}", getattr(self, name), "a number above 0 and at most 1")
         if self.block not in (1, 2, 4, 8, 16, 32, 64):
             raise UserError("--loki.block", self.block, "1, 2, 4, 8, 16, 32 or 64")
-        unread = {"loki": (), "full": ("features", "keys", "block")}.get(attention, ("features", "block"))
-        for name in unread:
+        for name in ("features", "keys", "block") if attention == "full" else ():
             if getattr(self, name) != getattr(LokiOptions(), name):
                 raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 

@@ -44,15 +44,14 @@ FLAGS = [
     ("--grid.z 2", "grid.z = 2: 1 in generation"),
     ("--grid.y 3", "model.kv_heads = 4: a multiple of y = 3; or grid.y one of 1, 2, 4"),
     ("--grid.expert 2", "grid.expert = 2: 1 for a model without experts"),
-    ("--attention locky", "--attention = 'locky': one of full, loki, exact-topk, random, h2o, window"),
+    ("--attention locky", "--attention = 'locky': one of full, loki"),
     ("--attention loki", f"--attention = 'loki': a calibration in run/loki.safetensors: {CALIBRATE}"),
     ("--attention loki --loki.features 0", "--loki.features = 0.0: a number above 0 and at most 1"),
     ("--attention loki --loki.features 2", "--loki.features = 2.0: a number above 0 and at most 1"),
-    ("--attention h2o --loki.keys 0", "--loki.keys = 0.0: a number above 0 and at most 1"),
+    ("--attention loki --loki.keys 0", "--loki.keys = 0.0: a number above 0 and at most 1"),
     ("--attention loki --loki.block 3", "--loki.block = 3: 1, 2, 4, 8, 16, 32 or 64"),
     ("--loki.features 0.5", "--loki.features = 0.5: nothing with --attention full"),
     ("--loki.keys 0.5", "--loki.keys = 0.5: nothing with --attention full"),
-    ("--attention h2o --loki.block 8", "--loki.block = 8: nothing with --attention h2o"),
 ]
 # Files of prompts.
 PROMPTS = {
@@ -123,8 +122,7 @@ def test_directories(run_dir, place, refused, command, more):
     if command == "loki":
         refused([command, "run", *more], "RUN_DIR = 'run': a model without windows of 8 tokens")
     else:
-        for name in ("loki", "h2o"):
-            refused([command, "run", *more, "--attention", name], f"--attention = '{name}': full for a model with")
+        refused([command, "run", *more, "--attention", "loki"], "--attention = 'loki': full for a model with")
 
 
 @pytest.fixture

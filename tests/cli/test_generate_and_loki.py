@@ -69,15 +69,6 @@ def test_loki_with_all_features_and_keys_is_full_attention(generate, model, prep
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("exact-topk", "random", "window", "h2o")]
-)
-def test_a_baseline_with_all_keys_is_full_attention_and_with_few_is_not(generate, name):
-    full = texts(generate())
-    assert texts(generate("--attention", name, "--loki.keys", "1")) == full
-    assert texts(generate("--attention", name, "--loki.keys", "0.05")) != full
-
-
 def test_a_calibration_of_other_weights_is_refused(model, generate, prepared, tmp_path, capsys):
     generate("--data", str(prepared), "--seq-len", "16", "--tokens", "64", "--json", command="loki")
     config = pretrained.generating("llama")

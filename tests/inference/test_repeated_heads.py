@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import grids
-import jax
 import numpy as np
 import optax
 import pytest
@@ -17,7 +16,6 @@ import axonn_jax as ax
 from axonn_jax import GridShape, Sampling, UserError
 from axonn_jax.inference.weights import load_model, of_model
 from axonn_jax.loki.attention import LokiAttention
-from axonn_jax.loki.baselines import HeavyHitters
 from axonn_jax.loki.components import Components, calibrate, check_weights, fingerprint, laid_out, moments
 
 GREEDY = Sampling(temperature=0)
@@ -117,12 +115,3 @@ def test_loki_chooses_as_on_one_device():
     other = load_model(model(**LLAMA | {"init_std": 0.5}), grids.lay(Y4), "float32")
     with pytest.raises(UserError, match="a calibration of these weights"):
         check_weights(facts, other.parts, other.params, Path("run"))
-
-
-@pytest.mark.slow
-def test_heavy_hitters_choose_as_on_one_device():
-    made = model(**LLAMA)
-    alone = texts_and_scores(made, GridShape(), attention=HeavyHitters(0.5, 2))
-    split = texts_and_scores(made, Y4, attention=HeavyHitters(0.5, 1))
-    assert alone[0] == split[0]
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=2e-5), alone[1], split[1]))

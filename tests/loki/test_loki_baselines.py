@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from loki_baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from reduced_keys import ReducedKeys
 from steps import CAPACITY, FIRST, KV_HEADS, SLOTS, WIDTH, Step, oracle, seen_of, softmax
 from tiny import LLAMA, PROMPTS, model
@@ -19,7 +20,6 @@ from axonn_jax import GridShape, Sampling, UserError
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.generator import Request
 from axonn_jax.inference.weights import load_model, of_model
-from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.loki.components import calibrate, check_weights, fingerprint
 from axonn_jax.loki.options import LokiOptions
 

@@ -58,8 +58,7 @@ class Generate:
     precision: InferencePrecision = "auto"
     """Precision of weights and cache; auto: bf16 on accelerators, fp32 on CPUs."""
     attention: CachedKeys = "full"
-    """Cached keys attended to by a new token. full: all; loki: the first by rank (NeurIPS 2024); others: the paper's
-    baselines."""
+    """Cached keys attended to by a new token. full: all; loki: the first by rank (NeurIPS 2024)."""
     loki: LokiOptions = field(default_factory=LokiOptions)
     grid: GridShape = field(default_factory=GridShape)
     logprobs: bool = False
