@@ -133,9 +133,6 @@ def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
         if len(text) > TOML_BYTES:
             raise ValueError(f"config = {len(text):,} characters, more than the {TOML_BYTES:,} that are read")
         table = parse_toml(text).get("model")
-    # Checkpoints of earlier versions store `bias` as a boolean.
-    if isinstance(table, dict) and isinstance(bias := table.get("bias"), bool):
-        table = table | {"bias": "all" if bias else "none"}
     return None if table is None else typed(ModelConfig, table, "model").shape()
 
 

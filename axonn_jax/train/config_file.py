@@ -15,9 +15,6 @@ from axonn_jax.train.config import Config
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 
-REMOVED_KEYS: Mapping[str, object] = {"tensor.matmul_layouts": "off"}
-"""Removed keys, each with the value that had no effect: config files of earlier runs still contain it."""
-
 
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
@@ -151,8 +148,6 @@ def loads(
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     # Flags come last, so they overwrite the file's entries.
     for dotted, value in (*_entries(raw), *flags):
-        if dotted in REMOVED_KEYS and REMOVED_KEYS[dotted] == value:
-            continue
         table, key = _split_key(dotted, value)
         checked[table][key] = typed(tables()[table][key], value, dotted)
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):

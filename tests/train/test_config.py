@@ -213,15 +213,6 @@ def write(path, content):
     return path
 
 
-@pytest.mark.parametrize("dotted", config_file.REMOVED_KEYS)
-def test_a_key_that_is_gone_is_read_where_it_did_nothing(tmp_path, dotted):
-    table, key = dotted.split(".")
-    text = f'[data]\npath = "x"\n[{table}]\n{key} = '
-    assert key not in to_toml(load(write(tmp_path / "a.toml", text + f'"{config_file.REMOVED_KEYS[dotted]}"')))
-    with pytest.raises(UserError, match=f"^{dotted} = 'other': not a known key"):
-        load(write(tmp_path / "b.toml", text + '"other"'))
-
-
 def test_load_with_overrides(tmp_path):
     path = write(tmp_path / "small.toml", '[data]\npath = "d"\n[train]\nsteps = 5\nlr = 1\n')
     assert load(path).train == TrainConfig(steps=5, lr=1.0)

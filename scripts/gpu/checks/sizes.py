@@ -5,8 +5,8 @@ from typing import Any
 
 from axonn_jax.models import ModelShape, preset
 
-GPT: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True}
-LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False}
+GPT: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "tied": True}
+LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "tied": False}
 
 
 @dataclass(frozen=True)
