@@ -66,7 +66,7 @@ def refusal(capsys, *words, alone=True):
     capsys.readouterr()
     status = main([*map(str, words)])
     out, err = capsys.readouterr()
-    err = re.sub(r"\A\w+, \d+:\d\d\n", "", err)  # of a machine that has been reading for some seconds
+    err = re.sub(r"\A(\w+, \d+:\d\d\n)+", "", err)  # of a machine that has been reading for some seconds
     assert (status, out) == (2, ""), err
     line = err.splitlines()[-1]
     assert line.startswith("error: "), err
