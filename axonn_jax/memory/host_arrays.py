@@ -178,8 +178,8 @@ def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))
 
 
-def transferred(tree: Any, kind: str) -> Any:
-    """Start copying a tree's arrays to another memory of the same devices, "device" or `HOST`; return the copies.
+def transferred(tree: Any, kind: str = HOST) -> Any:
+    """Start copying a tree's arrays to the host's memory, or to "device", that of their devices; return the copies.
 
     Scalars stay on the devices.
     """

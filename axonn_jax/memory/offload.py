@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.distributed.gpu_limits import check_pinned
 from axonn_jax.memory.buckets import fitting
-from axonn_jax.memory.host_arrays import HOST, CutArray, cut, materialize, on_host, settle, stays, stream, transferred
+from axonn_jax.memory.host_arrays import CutArray, cut, materialize, on_host, settle, stays, stream, transferred
 from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm, plan_updates
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
@@ -109,7 +109,7 @@ class OffloadedOptimizer:
         for number, bucket in enumerate(self.buckets):
             self._progress(f"the first optimizer state, bucket {number + 1} of {len(self.buckets)}")
             first = self.programs.first(bucket, [params[name] for name in bucket.names])
-            states.append(first if number in self._staying else transferred(first, HOST))
+            states.append(first if number in self._staying else transferred(first))
             for name in bucket.names:
                 if self._numbers[name][-1] == number:
                     value = params.pop(name)
@@ -258,7 +258,7 @@ class OffloadedOptimizer:
         if isinstance(array, CutArray):
             return list(array.parts)
         if name is None or array.shape != self._shapes[name]:
-            return [transferred(array, HOST)]
+            return [transferred(array)]
         if array.sharding != self._host_shardings[name]:
             array = jax.device_put(array, self._host_shardings[name])
         buckets = [self.buckets[number] for number in self._numbers[name]]
