@@ -18,8 +18,7 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.options import typed
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.elementwise import dropout as dropped
-from axonn_jax.tensor.linear import Linear
-from axonn_jax.tensor.matmul import matmul
+from axonn_jax.tensor.linear import Linear, matmul
 from axonn_jax.tensor.params import constant_param, key_of, layout, split_module, uniform_param
 
 

@@ -16,7 +16,7 @@ from axonn_jax.tensor.collectives import (
     scatter_sequence,
     shard_offset,
 )
-from axonn_jax.tensor.matmul import matmul
+from axonn_jax.tensor.linear import matmul
 from axonn_jax.tensor.params import normal_param
 from axonn_jax.tensor.weight_gather import gather_weight
 

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
@@ -22,7 +23,6 @@ from axonn_jax.tensor.collectives import (
     scatter_sequence,
 )
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.matmul import matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 from axonn_jax.tensor.weight_gather import GatheredWeight, gather_weight
 
@@ -30,6 +30,18 @@ from axonn_jax.tensor.weight_gather import GatheredWeight, gather_weight
 def swapped(axis: TensorAxis) -> TensorAxis:
     """Return the axis that swaps roles with `axis` in the next layer."""
     return "y" if axis == "x" else "x"
+
+
+def matmul(x: jax.Array, w: jax.Array, *, turned: bool = False, transpose_limit: int = 0) -> jax.Array:
+    """Compute `Y = X W` on one device, [rows, k] and [k, n] (stored as [n, k] if `turned`) -> [rows, n].
+
+    No collectives. Up to `transpose_limit` rows are computed as the transposed product `W^T X^T`.
+    """
+    over = 1 if turned else 0
+    if x.shape[0] > transpose_limit:
+        return lax.dot_general(x, w, (((1,), (over,)), ((), ())))
+    # Without the barrier, XLA would move the transpose back to the other side of the product.
+    return lax.optimization_barrier(lax.dot_general(w, x, (((over,), (1,)), ((), ())))).T
 
 
 def matmul_4d(

@@ -16,7 +16,7 @@ from axonn_jax.backend.repairs import depend_on
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.tensor.elementwise import capped
 from axonn_jax.tensor.kernel_choice import loss_chunk
-from axonn_jax.tensor.matmul import matmul
+from axonn_jax.tensor.linear import matmul
 
 VOCAB_AXIS = "y"
 

@@ -12,8 +12,7 @@ import pytest
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.embedding import tied_logits
-from axonn_jax.tensor.linear import Linear, matmul_4d
-from axonn_jax.tensor.matmul import matmul
+from axonn_jax.tensor.linear import Linear, matmul, matmul_4d
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import gather_weight
