@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 import axonn_jax as ax
-from axonn_jax.data.tokenize import load
+from axonn_jax.files.data.tokenize import load
 
 
 def main():

@@ -9,7 +9,7 @@ from textwrap import indent
 from tokenizers import Tokenizer
 
 import axonn_jax as ax
-from axonn_jax.data.loader import TokenSamples
+from axonn_jax.files.data.loader import TokenSamples
 
 TOKENS, SHOWN, BEFORE = 90, 2, 160
 # Not with the line's end: it is one token with the indent behind it, and a text cut between them looks like no body.

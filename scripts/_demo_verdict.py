@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from axonn_jax.tracking.records import read_metrics
+from axonn_jax.run.tracking.records import read_metrics
 
 
 def main(run: Path) -> int:

@@ -200,9 +200,8 @@ class Source:
 
 
 def room(name: str) -> str:
-    """The folder of the package that a file is in; the files of its root are one room."""
-    parts = Path(name).parts
-    return parts[1] if len(parts) > 2 else ROOT_ROOM
+    """The part that a file is in, and its folder there if it has one; the files of the package's root are one room."""
+    return "/".join(Path(name).parts[1:-1][:2]) or ROOT_ROOM
 
 
 def axis_names(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from axonn_jax.errors import UserError
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
-from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.segments import transformer_segments
-from axonn_jax.options import DerivedSize
-from axonn_jax.pipeline.cut import check_pipeline
-from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.settings import MemoryConfig, PipelineConfig, TensorConfig
-from axonn_jax.train.rules import RunSettings, check_rules
+from axonn_jax.core.engines.rules import RunSettings, check_rules
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.experts.shape import MoeConfig
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.block_comm import BlockComm
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.declared.segments import transformer_segments
+from axonn_jax.core.options import DerivedSize
+from axonn_jax.core.pruned.config import PruneConfig
+from axonn_jax.core.settings import MemoryConfig, PipelineConfig, TensorConfig
+from axonn_jax.pipe.stages.cut import check_pipeline
 
 DEVICES, RATE = 8, 0.125
 """Most devices of a grid; what a router's bias moves by, which shows the sign of an expert's excess."""

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from axonn_jax.models.config import ModelShape
+from axonn_jax.core.models.config import ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,7 +23,7 @@ def case(
 
 def check(devices, cases):
     """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
-    command = [sys.executable, str(ROOT / "tests" / "planner" / "account_worker.py"), str(devices)]
+    command = [sys.executable, str(ROOT / "tests" / "account_worker.py"), str(devices)]
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts' / 'bench'}"}
     done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]

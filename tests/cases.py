@@ -15,8 +15,8 @@ from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax import GridShape, Trainer
-from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.train.optimizer import decayed
+from axonn_jax.core.engines.optimizer import decayed
+from axonn_jax.core.models.block_comm import BlockComm
 
 MICROBATCHES, ROWS, BUCKET = 2, 32, 8000
 SHAPES = {

@@ -61,7 +61,7 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
     """A small prepared directory of a vocabulary of 300."""
-    from axonn_jax.data.prepare import prepare
+    from axonn_jax.files.data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared")
     for part in range(4):
@@ -69,6 +69,26 @@ def prepared(tmp_path_factory):
         (folder / f"{part}.py").write_text("\n".join(lines))
     prepare(folder, folder / "data", vocab=300, include=["*.py"], holdout=0.3)
     return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A directory with a tokenizer that has a chat template."""
+    from instruction_data import tokenizer
+
+    return tokenizer(tmp_path_factory.mktemp("instructions") / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder with the checkpoints of steps 2 and 4, which tests copy and damage."""
+    from saved import saver, state
+
+    folder = tmp_path_factory.mktemp("two")
+    with saver(folder) as made:
+        for step in (2, 4):
+            made.save(step, state(step), {"position": step})
+    return folder
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ import plain
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.grid import Grid, GridShape, build_grid
-from axonn_jax.memory.host_arrays import materialize
-from axonn_jax.memory.precision import Precisions
+from axonn_jax.core.engines.program import StageProgram
+from axonn_jax.core.grid import Grid, GridShape, build_grid
+from axonn_jax.core.memory.host_arrays import materialize
+from axonn_jax.core.memory.precision import Precisions
+from axonn_jax.core.models.stacked import stack_layers, unstacked
+from axonn_jax.core.settings import MemoryConfig
+from axonn_jax.core.state.scanned import unstack_params
+from axonn_jax.core.tensor.params import split_module
 from axonn_jax.models import ModelShape, Transformer
-from axonn_jax.models.stacked import stack_layers, unstacked
-from axonn_jax.settings import MemoryConfig
-from axonn_jax.state.scanned import unstack_params
-from axonn_jax.tensor.params import split_module
-from axonn_jax.train.engines.program import StageProgram
 
 EPS = float(np.finfo(np.float32).eps)
 # Of the same sums in another order (test_parity measures them).

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
-from axonn_jax.data.loader import TokenSamples
+from axonn_jax.files.data.instructions.write import InstructionOptions, prepare_instructions
+from axonn_jax.files.data.loader import TokenSamples
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'odd' %}{{ raise_exception('no such role') }}"

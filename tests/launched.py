@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.core.checkpoint.manifest import all_steps, step_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from axonn_jax.channels.local import move
-from axonn_jax.memory.host_arrays import HOST
-from axonn_jax.schedule.tasks import sends
-from axonn_jax.train.engines.pipeline import PipelineEngine
+from axonn_jax.core.memory.host_arrays import HOST
+from axonn_jax.pipe.channels.local import move
+from axonn_jax.pipe.engine import PipelineEngine
+from axonn_jax.pipe.schedule.tasks import sends
 
 
 def live_bytes(device: jax.Device, without: Iterable[Any] = (), kind: str = "device") -> int:

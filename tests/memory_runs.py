@@ -5,8 +5,8 @@ import optax
 import pytest
 from trainers import ids, make_trainer
 
+from axonn_jax.core.engines.optimizer import decayed
 from axonn_jax.models import ModelShape
-from axonn_jax.train.optimizer import decayed
 
 SHAPE = ModelShape(
     layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=64, seq_len=16,

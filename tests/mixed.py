@@ -1,6 +1,6 @@
 """Small corpora of one tokenizer, to be mixed."""
 
-from axonn_jax.data.prepare import prepare
+from axonn_jax.files.data.prepare import prepare
 
 LINES = {"code": "def f{n}(x): return {m}", "text": "{n} is followed by {m} in the story", "math": "{n} + {m} = ?"}
 

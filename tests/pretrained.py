@@ -9,9 +9,9 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from axonn_jax.data.prepare import prepare
-from axonn_jax.models.huggingface.entries import entries_of
-from axonn_jax.models.huggingface.families import shape_from_config
+from axonn_jax.files.data.prepare import prepare
+from axonn_jax.files.huggingface.entries import entries_of
+from axonn_jax.files.huggingface.families import shape_from_config
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 _SIZES = {

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax import NamedSharding, P
 
-from axonn_jax.checkpoint.manifest import CorruptCheckpoint
-from axonn_jax.checkpoint.restore import validated
-from axonn_jax.checkpoint.save import Saver
-from axonn_jax.distributed.host_sync import LocalSync
-from axonn_jax.grid import GridShape
+from axonn_jax.core.checkpoint.manifest import CorruptCheckpoint
+from axonn_jax.core.checkpoint.restore import validated
+from axonn_jax.core.checkpoint.save import Saver
+from axonn_jax.core.distributed.host_sync import LocalSync
+from axonn_jax.core.grid import GridShape
 
 GRID = GridShape(1, 1, 1, 1, 2)
 

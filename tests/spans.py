@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from axonn_jax.schedule.dispatcher import OrderedDispatcher
-from axonn_jax.schedule.tasks import sends
-from axonn_jax.timeline.spans import Span
+from axonn_jax.pipe.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.pipe.schedule.tasks import sends
+from axonn_jax.pipe.timeline.spans import Span
 
 
 def gpipe(ranks, microbatches, step=1, forward=1.0, backward=2.0, split=False):

@@ -9,8 +9,8 @@ from compiled.gspmd import Way, _abstract, _check_same, _compile, _count, compar
 from grids import GPT, LLAMA
 
 from axonn_jax import GridShape, MoeConfig, UserError
-from axonn_jax.memory.optimizer_state import ModelState
-from axonn_jax.train.engines.step import TrainState
+from axonn_jax.core.engines.step import TrainState
+from axonn_jax.core.memory.optimizer_state import ModelState
 
 
 @pytest.mark.parametrize(

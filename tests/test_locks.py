@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from axonn_jax.documents import LockHeldError, file_lock
+from axonn_jax.core.documents import LockHeldError, file_lock
 
-HOLD = "import sys, time, pathlib\nfrom axonn_jax.documents import file_lock\n"
+HOLD = "import sys, time, pathlib\nfrom axonn_jax.core.documents import file_lock\n"
 HOLD += "with file_lock(pathlib.Path(sys.argv[1])) as locked:\n    print(locked, flush=True); time.sleep(60)\n"
 
 

@@ -11,10 +11,10 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.cli.arguments import Arg, parse
-from axonn_jax.options import LocalPath
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.train.config import Config
-from axonn_jax.train.config_file import loads, read
+from axonn_jax.core.options import LocalPath
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.run.config import Config
+from axonn_jax.run.config_file import loads, read
 
 OF_CONFIG = [
     f"{table}.{key}"

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.distributed.host_sync import LOCK
-from axonn_jax.documents import created_folder, file_lock
-from axonn_jax.errors import UserError, integer, plain, typed_arguments
+from axonn_jax.core.distributed.host_sync import LOCK
+from axonn_jax.core.documents import created_folder, file_lock
+from axonn_jax.core.errors import UserError, integer, plain, typed_arguments
 
 
 class Name(enum.StrEnum):

@@ -54,8 +54,8 @@ def test_plan_finds_its_machines(axonn):
     assert json.loads(run("axonn-jax", "plan", *words))["configs"]
     assert "axonn-jax" in run("axonn-jax", "--version")
     assert "RUN_DIR" in run("axonn-jax", "generate", "--help")  # texts of flags are read from the source
-    assert {path.name for path in ROOT.glob("axonn_jax/planner/machines/*.toml")} == {
-        path.name for path in site.glob("axonn_jax/planner/machines/*.toml")
+    assert {path.name for path in ROOT.glob("axonn_jax/planning/machines/*.toml")} == {
+        path.name for path in site.glob("axonn_jax/planning/machines/*.toml")
     }
     assert not [path for room in ("hlo", "bench") for path in site.glob(f"axonn_jax/**/{room}")]
     assert (site / "axonn_jax/py.typed").exists()
@@ -72,5 +72,5 @@ def test_a_release_does_what_it_is_tried_for(axonn):
 
 def test_evaluate_finds_its_programs(axonn):
     _, site = axonn
-    folder = Path("axonn_jax/evaluate/mini")
+    folder = Path("axonn_jax/judge/mini")
     assert {path.name for path in (site / folder).iterdir()} == {path.name for path in (ROOT / folder).iterdir()}

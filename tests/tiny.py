@@ -8,10 +8,10 @@ import numpy as np
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.grid import GridShape
-from axonn_jax.inference.programs import logits
-from axonn_jax.models.vocabulary import fit_vocabulary
-from axonn_jax.tensor.params import split_module
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.vocabulary import fit_vocabulary
+from axonn_jax.core.tensor.params import split_module
+from axonn_jax.text.inference.programs import logits
 
 LLAMA = {
     "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 97, "seq_len": 160,

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.errors import UserError
-from axonn_jax.terminal import say
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.terminal import say
 
 
 def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]:
@@ -19,13 +19,13 @@ def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]
     Raises:
         UserError: The run has no adapters, or the directory cannot be written.
     """
-    from axonn_jax.adapters.config import trained_params
-    from axonn_jax.adapters.export import stored_adapters
-    from axonn_jax.adapters.peft import CONFIG, TENSORS, StoredAdapter, write_adapter
-    from axonn_jax.adapters.stored import adapters_in
-    from axonn_jax.checkpoint.restore import resolve_checkpoint, stored_shape
-    from axonn_jax.data.output import OutputKind, appearing
-    from axonn_jax.distributed.host_sync import LocalSync
+    from axonn_jax.core.adapters.config import trained_params
+    from axonn_jax.core.adapters.stored import adapters_in
+    from axonn_jax.core.checkpoint.restore import resolve_checkpoint, stored_shape
+    from axonn_jax.core.distributed.host_sync import LocalSync
+    from axonn_jax.files.adapters.export import stored_adapters
+    from axonn_jax.files.adapters.peft import CONFIG, TENSORS, StoredAdapter, write_adapter
+    from axonn_jax.files.data.output import OutputKind, appearing
 
     checkpoint = resolve_checkpoint(source, LocalSync(), say, "SOURCE")
     stored, shape = adapters_in(checkpoint, "SOURCE"), stored_shape(checkpoint, "SOURCE")

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from axonn_jax.documents import look_at
-from axonn_jax.errors import UNSET, UserError, local_path, nearest, nearest_or_all
-from axonn_jax.options import field_docs
-from axonn_jax.terminal import columns, wrapped
+from axonn_jax.core.documents import look_at
+from axonn_jax.core.errors import UNSET, UserError, local_path, nearest, nearest_or_all
+from axonn_jax.core.options import field_docs
+from axonn_jax.core.terminal import columns, wrapped
 
 T = TypeVar("T")
 

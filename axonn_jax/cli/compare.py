@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from axonn_jax.terminal import say
+from axonn_jax.core.terminal import say
 
 if TYPE_CHECKING:
-    from axonn_jax.models.config import ModelShape
+    from axonn_jax.core.models.config import ModelShape
 
 _CHECKED_TOKENS = 64
 
@@ -29,9 +29,9 @@ def compare(run_side: Path, transformers_side: Path, shape: "ModelShape") -> dic
     import torch
     import transformers
 
-    from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.programs import logits
-    from axonn_jax.inference.weights import of_run
+    from axonn_jax.core.grid import GridShape, build_grid
+    from axonn_jax.text.inference.programs import logits
+    from axonn_jax.text.inference.weights import of_run
 
     # On the same hardware, a difference in the logits can only come from the models.
     jax.config.update("jax_platforms", "cpu")

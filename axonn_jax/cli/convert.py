@@ -13,11 +13,11 @@ from axonn_jax.cli.adapters import write_adapter_of
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.compare import compare
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.errors import UserError
-from axonn_jax.terminal import Ticker, counted, printable, say, size
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.terminal import Ticker, counted, printable, say, size
 
 if TYPE_CHECKING:
-    from axonn_jax.models.config import ModelShape
+    from axonn_jax.core.models.config import ModelShape
 
 Dtype = Literal["keep", "bf16", "fp32"]
 _CONFIG = "config.toml"
@@ -78,7 +78,7 @@ def run(args: Convert) -> int:
         raise UserError("--adapter", True, "without --merge, --check and --dtype: it writes adapters alone, in fp32")
     if args.base is not None and not args.merge:
         raise UserError("--base", str(args.base), "left out without --merge")
-    from axonn_jax.models.huggingface.hub import check_push, push, resolve_path
+    from axonn_jax.files.huggingface.hub import check_push, push, resolve_path
 
     started, accepted = time.perf_counter(), "an existing directory of a Hugging Face model or of a run"
     base = args.base and resolve_path(args.base, "--base", "the directory of the adapters' base")
@@ -121,12 +121,12 @@ class Conversion:
 
 
 def _opened(source: Path, field: str = "SOURCE") -> Conversion:
-    from axonn_jax.models.huggingface.pretrained import is_pretrained, small_files
+    from axonn_jax.files.huggingface.pretrained import is_pretrained, small_files
 
     if not is_pretrained(source):
         return _opened_run(source, field)
-    from axonn_jax.data.tokenize import check_files
-    from axonn_jax.models.huggingface.reader import Pretrained
+    from axonn_jax.files.data.tokenize import check_files
+    from axonn_jax.files.huggingface.reader import Pretrained
 
     pretrained = Pretrained(source, field)
     small, to_run = dict(small_files(source, field)), not (source / _CONFIG).exists()
@@ -135,12 +135,12 @@ def _opened(source: Path, field: str = "SOURCE") -> Conversion:
 
 
 def _opened_run(source: Path, field: str) -> Conversion:
-    from axonn_jax.adapters.stored import adapters_in
-    from axonn_jax.checkpoint.export import StoredParameters
-    from axonn_jax.checkpoint.restore import resolve_checkpoint, stored_shape
-    from axonn_jax.data.tokenize import check_files
-    from axonn_jax.distributed.host_sync import LocalSync
-    from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
+    from axonn_jax.core.adapters.stored import adapters_in
+    from axonn_jax.core.checkpoint.restore import resolve_checkpoint, stored_shape
+    from axonn_jax.core.distributed.host_sync import LocalSync
+    from axonn_jax.files.data.tokenize import check_files
+    from axonn_jax.files.huggingface.from_checkpoint import StoredParameters
+    from axonn_jax.files.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
     checkpoint = resolve_checkpoint(source, LocalSync(), say, field)
     if adapters_in(checkpoint, field) is not None:
@@ -164,8 +164,8 @@ def _run_of(checkpoint: Path) -> Path:
 def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -> dict[str, bytes]:
     # The run's chat templates replace all of the base's. If one of these stayed, transformers could choose it, for
     # example for a conversation with tools.
-    from axonn_jax.data.instructions.chat import FILE
-    from axonn_jax.models.huggingface.pretrained import TEMPLATES, small_files
+    from axonn_jax.files.data.instructions.chat import FILE
+    from axonn_jax.files.huggingface.pretrained import TEMPLATES, small_files
 
     templates = re.compile(rf"{re.escape(FILE)}|{TEMPLATES}/.*")
     trained = dict(small_files(run, field, templates))
@@ -173,12 +173,12 @@ def _with_trained_templates(small: Mapping[str, bytes], run: Path, field: str) -
 
 
 def _merged(args: Convert) -> Conversion:
-    from axonn_jax.adapters.export import MergedTensors, checked_base, stored_adapters
-    from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
-    from axonn_jax.adapters.stored import adapters_in, base_of
-    from axonn_jax.checkpoint.restore import resolve_checkpoint
-    from axonn_jax.distributed.host_sync import LocalSync
-    from axonn_jax.models.huggingface.hub import resolve_path
+    from axonn_jax.core.adapters.stored import adapters_in, base_of
+    from axonn_jax.core.checkpoint.restore import resolve_checkpoint
+    from axonn_jax.core.distributed.host_sync import LocalSync
+    from axonn_jax.files.adapters.export import MergedTensors, checked_base, stored_adapters
+    from axonn_jax.files.adapters.peft import is_adapter, read_adapter, read_config
+    from axonn_jax.files.huggingface.hub import resolve_path
 
     if is_adapter(args.source):
         base_name = read_config(args.source, "SOURCE")[1]
@@ -206,10 +206,10 @@ def _merged(args: Convert) -> Conversion:
 
 def _generated_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
     # A model trained from random weights has no files of a base to copy.
-    from axonn_jax.data.tokenize import begin_of, end_of, load, naming_end
-    from axonn_jax.models.huggingface.families import config_from_shape
-    from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
-    from axonn_jax.readers import CONFIG
+    from axonn_jax.core.checkpoint.readers import CONFIG
+    from axonn_jax.files.data.tokenize import begin_of, end_of, load, naming_end
+    from axonn_jax.files.huggingface.families import config_from_shape
+    from axonn_jax.files.huggingface.pretrained import OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
 
     files, end, begin = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None, None
     if TOKENIZER in files:
@@ -226,13 +226,13 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     import ml_dtypes
     import numpy as np
 
-    from axonn_jax.data.output import OutputKind, appearing
-    from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
-    from axonn_jax.models.huggingface.hub import commit_of
-    from axonn_jax.models.huggingface.pretrained import SMALL, with_dtype
-    from axonn_jax.models.presets import table_of
-    from axonn_jax.readers import CONFIG
-    from axonn_jax.train.config_file import table_toml
+    from axonn_jax.core.checkpoint.readers import CONFIG
+    from axonn_jax.core.models.presets import table_of
+    from axonn_jax.files.data.output import OutputKind, appearing
+    from axonn_jax.files.huggingface.export import Planned, dtype_name, write_tensors
+    from axonn_jax.files.huggingface.hub import commit_of
+    from axonn_jax.files.huggingface.pretrained import SMALL, with_dtype
+    from axonn_jax.run.config_file import table_toml
 
     kinds = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
     planned = [Planned(name, kinds.get(args.dtype, dtype), shape) for name, dtype, shape in side.weights.tensors]

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from axonn_jax.checkpoint.manifest import CorruptCheckpoint, all_steps, file_faults, read, step_of
 from axonn_jax.cli.arguments import Arg
-from axonn_jax.errors import UserError, first_of
-from axonn_jax.terminal import age, printable, size, table
+from axonn_jax.core.checkpoint.manifest import CorruptCheckpoint, all_steps, file_faults, read, step_of
+from axonn_jax.core.errors import UserError, first_of
+from axonn_jax.core.terminal import age, printable, size, table
 
 
 @dataclass(frozen=True)

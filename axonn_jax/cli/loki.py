@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli.arguments import Arg, Positive
-from axonn_jax.documents import new_figure, save_picture
-from axonn_jax.errors import UserError, refused
-from axonn_jax.grid import GridShape
-from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
+from axonn_jax.core.documents import new_figure, save_picture
+from axonn_jax.core.errors import UserError, refused
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.terminal import Ticker, libraries_on_stderr, say, table
 
 if TYPE_CHECKING:
-    from axonn_jax.loki.components import Components
+    from axonn_jax.text.loki.components import Components
 
 _MIN_TOKENS_PER_FEATURE = 10  # with fewer the components are warned about
 _ROWS = 4
@@ -53,10 +53,10 @@ def run(args: Loki) -> int:
     """
     import numpy as np
 
-    from axonn_jax.data.loader import TokenSamples
-    from axonn_jax.inference.weights import check_grid, of_run
-    from axonn_jax.models.huggingface.pretrained import shape_of
-    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
+    from axonn_jax.core.tensor.kernel_choice import EVERY_TOKEN
+    from axonn_jax.files.data.loader import TokenSamples
+    from axonn_jax.files.huggingface.pretrained import shape_of
+    from axonn_jax.text.inference.weights import check_grid, of_run
 
     check_grid(args.grid)
     shape = shape_of(args.run_dir, "RUN_DIR")
@@ -82,8 +82,8 @@ def run(args: Loki) -> int:
             accepted = f"{accepted}, of which the validation split of {args.data} has {len(samples)}; see --seq-len"
         raise UserError("--tokens", args.tokens, accepted)
 
-    from axonn_jax.distributed.initialize import start
-    from axonn_jax.loki import components
+    from axonn_jax.core.distributed.initialize import start
+    from axonn_jax.text.loki import components
 
     target = args.run_dir / components.FILE
     if target.is_dir() or not os.access(args.run_dir, os.W_OK):
@@ -127,7 +127,7 @@ def run(args: Loki) -> int:
 
 def check_tokenizer(args: Loki, used: int, vocab: int) -> None:
     """Raise ``UserError`` if the data were prepared with another tokenizer than RUN_DIR's."""
-    from axonn_jax.data.tokenize import load
+    from axonn_jax.files.data.tokenize import load
 
     if used > vocab:
         raise UserError("--data", str(args.data), f"tokens below model.vocab = {vocab}; the largest is {used - 1}")

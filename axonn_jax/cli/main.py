@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from axonn_jax.errors import UserError, nearest, status_of
-from axonn_jax.terminal import columns, last_flush, open_missing, reader_closed, say, wrapped
+from axonn_jax.core.errors import UserError, nearest, status_of
+from axonn_jax.core.terminal import columns, last_flush, open_missing, reader_closed, say, wrapped
 from axonn_jax.version import __version__
 
 PROG = "axonn-jax"

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli.arguments import Arg
-from axonn_jax.documents import look_at
-from axonn_jax.errors import UNSET, UserError
-from axonn_jax.options import InstructionLoss, TooLong
-from axonn_jax.terminal import Ticker, printable, say
+from axonn_jax.core.documents import look_at
+from axonn_jax.core.errors import UNSET, UserError
+from axonn_jax.core.options import InstructionLoss, TooLong
+from axonn_jax.core.terminal import Ticker, printable, say
 
 if TYPE_CHECKING:
-    from axonn_jax.data.manifest import Manifest
-    from axonn_jax.data.source import Source
+    from axonn_jax.files.data.manifest import Manifest
+    from axonn_jax.files.data.source import Source
 
 _TEXT_OPTIONS = {"vocab": None, "field": "text", "include": (), "exclude": ()}
 _SHARED_OPTIONS = ("split", "holdout", "seed", "force", "shard_tokens")
@@ -131,13 +131,13 @@ def run(args: Prepare) -> int:
             ticker.now(phase, total >> 20, "MiB", done >> 20)
 
         if args.instructions:
-            from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
+            from axonn_jax.files.data.instructions.write import InstructionOptions, prepare_instructions
 
             values = {option.name: getattr(args, option.name) for option in fields(InstructionOptions)}
             options = InstructionOptions(**{name: value for name, value in values.items() if value is not None})
             manifest, notes = prepare_instructions(args.source, args.out, options, report=report, **shared)
         else:
-            from axonn_jax.data.prepare import prepare
+            from axonn_jax.files.data.prepare import prepare
 
             text_options: dict[str, Any] = {name: getattr(args, name) for name in (*_TEXT_OPTIONS, "bos")}
             manifest, source = prepare(args.source, args.out, report=report, **text_options, **shared)
@@ -150,7 +150,7 @@ def run(args: Prepare) -> int:
 
 
 def _tokenizer(args: Prepare) -> Path | None:
-    from axonn_jax.models.huggingface.hub import SMALL_FILES, resolve_path
+    from axonn_jax.files.huggingface.hub import SMALL_FILES, resolve_path
 
     accepted = "a tokenizer.json, or a directory with one"
     return args.tokenizer and resolve_path(args.tokenizer, "--tokenizer", accepted, patterns=SMALL_FILES)
@@ -172,8 +172,8 @@ def _check_kind(args: Prepare) -> None:
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:
     # Lines about results that may surprise the user.
-    from axonn_jax.data.source import endings
-    from axonn_jax.data.tokenize import begin_of, load
+    from axonn_jax.files.data.source import endings
+    from axonn_jax.files.data.tokenize import begin_of, load
 
     for kind, number in sorted(source.skipped.items()):
         yield f"skipped {number:,} {kind}, such as {source.examples[kind]!r}"

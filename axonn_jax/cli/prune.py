@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.data.output import OutputKind, appearing
-from axonn_jax.documents import write_atomically
-from axonn_jax.errors import UserError
-from axonn_jax.options import PruneScope
-from axonn_jax.terminal import Ticker
+from axonn_jax.core.documents import write_atomically
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.options import PruneScope
+from axonn_jax.core.terminal import Ticker
+from axonn_jax.files.data.output import OutputKind, appearing
 
 if TYPE_CHECKING:
-    from axonn_jax.train.config import Config
+    from axonn_jax.run.config import Config
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def run(args: Prune) -> int:
     Raises:
         UserError: RUN_DIR holds no run, OUT_DIR is not empty, or an option is out of range.
     """
-    from axonn_jax.pruned.config import PruneConfig
-    from axonn_jax.train.config_file import read
-    from axonn_jax.train.rules import RunSettings, check_rules
-    from axonn_jax.train.validate import check_masks
+    from axonn_jax.core.engines.rules import RunSettings, check_rules
+    from axonn_jax.core.pruned.config import PruneConfig
+    from axonn_jax.run.config_file import read
+    from axonn_jax.run.validate import check_masks
 
     if not 0 < args.density < 1 and not args.mask_file:
         raise UserError("--density", args.density, "a number above 0 and below 1")
@@ -85,21 +85,21 @@ def run(args: Prune) -> int:
 def _pruned(config: "Config", source: Path, target: Path, progress: Callable[[str], None]) -> tuple[int, int, int]:
     # Returns the step, and the numbers of remaining and of all entries. `config` is that of the new run. Refusals in
     # `appearing` leave no directory behind.
-    from axonn_jax.checkpoint.manifest import FOLDER
-    from axonn_jax.checkpoint.naming import MASKS
-    from axonn_jax.checkpoint.restore import resolve_checkpoint
-    from axonn_jax.distributed.host_sync import host_sync
-    from axonn_jax.distributed.initialize import start
-    from axonn_jax.grid import GridShape
-    from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
-    from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
-    from axonn_jax.settings import MemoryConfig, TensorConfig
-    from axonn_jax.train.config_file import to_toml
-    from axonn_jax.train.engines.pruning import mask_counts
-    from axonn_jax.train.main import model_of
-    from axonn_jax.train.optimizer import make_optimizer
-    from axonn_jax.train.saving import save_as
-    from axonn_jax.train.trainer import Trainer
+    from axonn_jax.core.checkpoint.manifest import FOLDER
+    from axonn_jax.core.checkpoint.naming import MASKS
+    from axonn_jax.core.checkpoint.restore import resolve_checkpoint
+    from axonn_jax.core.distributed.host_sync import host_sync
+    from axonn_jax.core.distributed.initialize import start
+    from axonn_jax.core.engines.optimizer import make_optimizer
+    from axonn_jax.core.engines.pruning import mask_counts
+    from axonn_jax.core.engines.saving import save_as
+    from axonn_jax.core.grid import GridShape
+    from axonn_jax.core.settings import MemoryConfig, TensorConfig
+    from axonn_jax.files.huggingface.pretrained import FOLDER as PRETRAINED
+    from axonn_jax.files.huggingface.pretrained import OF_TOKENIZER
+    from axonn_jax.run.config_file import to_toml
+    from axonn_jax.run.main import model_of
+    from axonn_jax.trainer import Trainer
 
     small = re.compile(rf"{PRETRAINED}|{OF_TOKENIZER.pattern}")
     ours = re.compile(rf"config\.toml|{FOLDER}|{small.pattern}")

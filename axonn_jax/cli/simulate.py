@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.adapters.config import step_flops
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, candidate_fields, command, question_fields
-from axonn_jax.errors import UserError
-from axonn_jax.planner.request import Estimate
-from axonn_jax.planner.simulate.perturb import Perturbation
-from axonn_jax.planner.simulate.simulator import Simulation
-from axonn_jax.planner.steps import Baseline, SimulatedStep, baselines, step
-from axonn_jax.terminal import Ticker
+from axonn_jax.core.adapters.config import step_flops
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.terminal import Ticker
+from axonn_jax.planning.request import Estimate
+from axonn_jax.planning.simulate.perturb import Perturbation
+from axonn_jax.planning.simulate.simulator import Simulation
+from axonn_jax.planning.steps import Baseline, SimulatedStep, baselines, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def run(args: Simulate) -> int:
         if args.baselines:
             compared += baselines(result.prices, estimate.candidate, by, args.replicas, limit, question.space, begin)
         if args.png is not None:
-            from axonn_jax.timeline.picture import draw
+            from axonn_jax.pipe.timeline.picture import draw
 
             ticker.now("drawing")
             title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"

@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from axonn_jax.cli.arguments import Arg
-from axonn_jax.errors import UserError
-from axonn_jax.options import PipelinePolicy
-from axonn_jax.planner.simulate.replay import Replay, replay, task_runs
-from axonn_jax.terminal import table
-from axonn_jax.timeline.spans import KINDS, Span, last_complete_step, ranks_of, usage, window
-from axonn_jax.timeline.trace import TIMELINE, read_trace
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.options import PipelinePolicy
+from axonn_jax.core.terminal import table
+from axonn_jax.pipe.timeline.spans import KINDS, Span, last_complete_step, ranks_of, usage, window
+from axonn_jax.pipe.timeline.trace import TIMELINE, read_trace
+from axonn_jax.planning.simulate.replay import Replay, replay, task_runs
 
 _SHOWN = 20
 
@@ -53,7 +53,7 @@ def run(args: Timeline) -> int:
     if step not in steps:
         raise UserError("--step", step, f"a step that was recorded: {_listed(steps)}")
     played = None if args.replay is None else _replayed(recorded, step, args.replay)
-    from axonn_jax.timeline.picture import PICTURE, draw
+    from axonn_jax.pipe.timeline.picture import PICTURE, draw
 
     picture = args.run_dir / PICTURE
     try:

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from axonn_jax.cli.arguments import help_text
-from axonn_jax.errors import UNSET, UserError
-from axonn_jax.train.config import Config
-from axonn_jax.train.config_file import read, split_argv
-from axonn_jax.train.validate import check
+from axonn_jax.core.errors import UNSET, UserError
+from axonn_jax.run.config import Config
+from axonn_jax.run.config_file import read, split_argv
+from axonn_jax.run.validate import check
 
 _USAGE = "axonn-jax train CONFIG.toml"
 _DESCRIPTION = """Train a model as the tables of CONFIG.toml say.
@@ -39,6 +39,6 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("argument", files[1], f"only flags such as --train.steps 100 beside {files[0]!r}")
     config = check(read(files[0], flags))
     # Imported late: jax takes a second to import, and mistakes should be reported before that.
-    from axonn_jax.train.main import train
+    from axonn_jax.run.main import train
 
     return train(config)

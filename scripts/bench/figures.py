@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from axonn_jax.cli.arguments import parse
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.terminal import table
+from axonn_jax.core.errors import UserError, nearest
+from axonn_jax.core.terminal import table
 from axonn_jax.version import __version__
 
 T = TypeVar("T")

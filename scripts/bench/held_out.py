@@ -7,13 +7,13 @@ from functools import cache
 
 from other_systems import BACKWARD, fused
 
-from axonn_jax.models.presets import preset
-from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.machines.machine import Machine
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.request import Candidate, Estimate, OverlapFlags, PlanRequest
-from axonn_jax.planner.search import search
-from axonn_jax.planner.space import SearchSpace
+from axonn_jax.core.models.presets import preset
+from axonn_jax.planning.cost_model.model import CostModel
+from axonn_jax.planning.machines.machine import Machine
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.planning.request import Candidate, Estimate, OverlapFlags, PlanRequest
+from axonn_jax.planning.search import search
+from axonn_jax.planning.space import SearchSpace
 
 RECOMPUTED = SearchSpace(axes={"pipe": 1}, activations=("full",), offload=(False,), zero=(0,))
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.inference.attend import Attended, FullAttention, Seen, scores, weighted
-from axonn_jax.inference.cache import LayerCache, append
-from axonn_jax.inference.select import largest
-from axonn_jax.tensor.params import key_of
+from axonn_jax.core.tensor.params import key_of
+from axonn_jax.text.inference.attend import Attended, FullAttention, Seen, scores, weighted
+from axonn_jax.text.inference.cache import LayerCache, append
+from axonn_jax.text.inference.select import largest
 
 
 def _number(seen: Seen, keys: float) -> jax.Array:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.machines.machine import Machine
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.machines.network import GroupLinks
-from axonn_jax.planner.request import NO_OVERLAP, Candidate, Estimate, OverlapFlags, PlanRequest
-from axonn_jax.planner.search import search
-from axonn_jax.planner.space import SearchSpace, legal_grids
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.planning.cost_model.model import CostModel
+from axonn_jax.planning.machines.machine import Machine
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.planning.machines.network import GroupLinks
+from axonn_jax.planning.request import NO_OVERLAP, Candidate, Estimate, OverlapFlags, PlanRequest
+from axonn_jax.planning.search import search
+from axonn_jax.planning.space import SearchSpace, legal_grids
 
 # FSDP, like SC 24, overlaps gathers and reductions of the backward pass, not forward all-reduces.
 BACKWARD = OverlapFlags(forward=False)

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.memory.precision import precisions
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.transformer import Transformer
-from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.cut import check_pipeline
-from axonn_jax.pipeline.stage import Stage
-from axonn_jax.pipeline.trace import DY, StepShape, X
-from axonn_jax.pipeline.worker import StageWorker
-from axonn_jax.schedule.policies import FIXED, ByArrival, FixedOrder, Policy, may_split
-from axonn_jax.schedule.tasks import Kind, PipelineShape
-from axonn_jax.settings import PipelineConfig
-from axonn_jax.tensor.params import split_module
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.memory.precision import precisions
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.transformer import Transformer
+from axonn_jax.core.settings import PipelineConfig
+from axonn_jax.core.tensor.params import split_module
+from axonn_jax.pipe.schedule.policies import FIXED, ByArrival, FixedOrder, Policy, may_split
+from axonn_jax.pipe.schedule.tasks import Kind, PipelineShape
+from axonn_jax.pipe.stages.build import plan
+from axonn_jax.pipe.stages.cut import check_pipeline
+from axonn_jax.pipe.stages.stage import Stage
+from axonn_jax.pipe.stages.trace import DY, StepShape, X
+from axonn_jax.pipe.stages.worker import StageWorker
 
 
 def measure_pipeline(

@@ -8,10 +8,10 @@ and depth of that code are y, x and z here.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.planner.machines.machine import GIB, Machine
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.planning.machines.machine import GIB, Machine
 
 _ITEM = 2  # bytes: everything is bfloat16
 

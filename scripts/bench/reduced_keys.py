@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from axonn_jax.inference.attend import Attended, Seen, products, weighted
-from axonn_jax.inference.cache import LayerCache, append
-from axonn_jax.loki.attention import LokiAttention, turn
+from axonn_jax.text.inference.attend import Attended, Seen, products, weighted
+from axonn_jax.text.inference.cache import LayerCache, append
+from axonn_jax.text.loki.attention import LokiAttention, turn
 
 
 @dataclass(frozen=True)

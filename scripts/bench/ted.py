@@ -3,19 +3,19 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from axonn_jax.experts.declare import TOKENS
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import describe_single_device
-from axonn_jax.models.presets import preset
-from axonn_jax.ops.costs import StepPolicy
-from axonn_jax.planner import memory
-from axonn_jax.planner.communication import StepSpec, predict
-from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.memory_model import MemoryModel
-from axonn_jax.planner.request import NO_OVERLAP, Candidate, MemoryUse, PlanRequest
+from axonn_jax.core.experts.declare import TOKENS
+from axonn_jax.core.experts.shape import MoeConfig
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.declared.transformer import describe_single_device
+from axonn_jax.core.models.presets import preset
+from axonn_jax.core.ops.costs import StepPolicy
+from axonn_jax.planning import memory
+from axonn_jax.planning.communication import StepSpec, predict
+from axonn_jax.planning.cost_model.model import CostModel
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.planning.memory_model import MemoryModel
+from axonn_jax.planning.request import NO_OVERLAP, Candidate, MemoryUse, PlanRequest
 
 CAPACITY = MoeConfig(dispatch="capacity")
 BASE, EXPERTS = "6.7b", 16

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from axonn_jax.models.config import ModelShape
+from axonn_jax.core.models.config import ModelShape
 
 
 def linear(shape: ModelShape, inputs: int, outputs: int, std: float) -> nn.Linear:

@@ -7,7 +7,7 @@ import types
 import pytest
 from commands import refusal
 
-from axonn_jax.distributed import initialize
+from axonn_jax.core.distributed import initialize
 
 BASE = {
     "model": ["layers = 2", "hidden = 32", "heads = 4", "seq_len = 16"],
@@ -24,9 +24,9 @@ def place(tmp_path, monkeypatch):
     def train(config):
         raise AssertionError("training was started")
 
-    module = types.ModuleType("axonn_jax.train.main")
+    module = types.ModuleType("axonn_jax.run.main")
     module.train = train
-    monkeypatch.setitem(sys.modules, "axonn_jax.train.main", module)
+    monkeypatch.setitem(sys.modules, "axonn_jax.run.main", module)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

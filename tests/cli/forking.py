@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = ("matplotlib.backends.backend_agg", "matplotlib.figure", "axonn_jax.timeline.picture")
-TRAINING = ("grain", "axonn_jax.inference.texts", "axonn_jax.train.main", *PICTURES)
+PICTURES = ("matplotlib.backends.backend_agg", "matplotlib.figure", "axonn_jax.pipe.timeline.picture")
+TRAINING = ("grain", "axonn_jax.text.inference.texts", "axonn_jax.run.main", *PICTURES)
 """What takes a while to import."""
 MOST_BYTES = 3 << 30
 """Memory at which a command is ended, so that the machine lives on."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from forking import PICTURES, TRAINING, Done, Forks
 from mutations import ESCAPES, another_file, bytes_of, json_of, spelled, toml_of
 
-from axonn_jax.timeline.spans import Span
-from axonn_jax.timeline.trace import write_trace
+from axonn_jax.pipe.timeline.spans import Span
+from axonn_jax.pipe.timeline.trace import write_trace
 
 SECRET = "SECRET-OF-ANOTHER-DIRECTORY"
 CONFIG = """[model]
@@ -96,7 +96,7 @@ def untrained_place(root: Path, modules: tuple[str, ...] = PICTURES) -> Place:
     (place.sound / RUN).mkdir(parents=True)
     place.elsewhere.mkdir(parents=True)
     (place.elsewhere / "secret.txt").write_text(SECRET)
-    shipped = Path(__file__).parents[2] / "axonn_jax" / "planner" / "machines" / "perlmutter.toml"
+    shipped = Path(__file__).parents[2] / "axonn_jax" / "planning" / "machines" / "perlmutter.toml"
     shutil.copyfile(shipped, place.sound / "machine.toml")
     ran = (("F0.0", 0, "forward"), ("F1.0", 1, "forward"), ("B1.0", 1, "backward"), ("B0.0", 0, "backward"))
     spans = [Span(rank, name, kind, at, at + 1.0, 2) for at, (name, rank, kind) in enumerate(ran)]

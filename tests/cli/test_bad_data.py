@@ -9,7 +9,7 @@ import pytest
 from damage import edit_json, flip
 
 from axonn_jax.cli.main import main
-from axonn_jax.data.manifest import Manifest
+from axonn_jax.files.data.manifest import Manifest
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_bad_data(data, refused, case, verify):
 
 
 def test_data_that_is_corrupt_ends_the_run_that_reads_it(data, refused, monkeypatch):
-    monkeypatch.delitem(sys.modules, "axonn_jax.train.main")  # the real one
+    monkeypatch.delitem(sys.modules, "axonn_jax.run.main")  # the real one
     corrupt(data)
     refused(["train", "run.toml"], "data.path = 'data': ", "shard train-00000.bin is corrupt")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from axonn_jax.evaluate import build, jail
-from axonn_jax.evaluate.suite import problems
+from axonn_jax.judge import build, jail
+from axonn_jax.judge.suite import problems
 
 SCAN = next(problem for problem in problems("mini") if problem.kind == "scan")
 GENERATED = {

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from axonn_jax.loki import components
-from axonn_jax.models.huggingface.pretrained import shape_of
+from axonn_jax.files.huggingface.pretrained import shape_of
+from axonn_jax.text.loki import components
 
 CALIBRATE = "axonn-jax loki run --data DIR"
 LONG = "the grid of 7 " * 9

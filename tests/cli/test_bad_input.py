@@ -10,7 +10,7 @@ from launched import AXONN, finished
 from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.inspect import Inspect
 from axonn_jax.cli.main import main
-from axonn_jax.errors import UserError
+from axonn_jax.core.errors import UserError
 
 
 def test_the_base_configuration_is_good(write_config, capsys):
@@ -23,7 +23,7 @@ TABLES = "model, data, grid, train, goldfish, pipeline, memory, tensor, moe, pru
 
 LONG = "9" * 5000
 # Keys with values that are wrong beside others: name, value as typed, value as shown, what the line says besides.
-# The range and the type of each key alone: train/test_keys.py.
+# The range and the type of each key alone: run/test_keys.py.
 KEYS = [
     ("train.stepz", "5", "5", "not a known key; did you mean 'steps'?"),
     ("log.qqqq", "1", "1", "the keys of [log] are dir, every, tensorboard"),

@@ -10,8 +10,8 @@ import instruction_data
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.data import read
-from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
+from axonn_jax.files.data import read
+from axonn_jax.files.data.instructions.write import InstructionOptions, prepare_instructions
 
 GOOD = {"instruction": "the grid", "output": "a mesh"}
 NEEDED = ["--tokenizer", "tok", "--seq-len", "64"]

@@ -10,9 +10,9 @@ import pytest
 from commands import answer, refusal
 from launched import AXONN, UNDER_MPIRUN, mpirun, succeeded
 
-from axonn_jax.planner.machines.machine import Measured
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.terminal import libraries_on_stderr
+from axonn_jax.core.terminal import libraries_on_stderr
+from axonn_jax.planning.machines.machine import Measured
+from axonn_jax.planning.machines.machine_file import load_machine
 
 KINDS = get_args(Measured)
 

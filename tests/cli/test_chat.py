@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, processors
 
 from axonn_jax.cli.generate import Generate
 from axonn_jax.cli.generate.texts import prompts_of
-from axonn_jax.data.instructions.schemas import Conversation
-from axonn_jax.data.instructions.templates import Alpaca
-from axonn_jax.data.tokenize import load
-from axonn_jax.errors import UserError
+from axonn_jax.core.errors import UserError
+from axonn_jax.files.data.instructions.schemas import Conversation
+from axonn_jax.files.data.instructions.templates import Alpaca
+from axonn_jax.files.data.tokenize import load
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'odd' %}{{ raise_exception('no such role') }}"

@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from axonn_jax.cli.main import COMMANDS, main
-from axonn_jax.planner.simulate.simulator import simulate
-from axonn_jax.schedule.policies import policy_of
-from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.terminal import Ticker
-from axonn_jax.train.progress import Progress
+from axonn_jax.core.terminal import Ticker
+from axonn_jax.pipe.schedule.policies import policy_of
+from axonn_jax.pipe.schedule.tasks import PipelineShape
+from axonn_jax.planning.simulate.simulator import simulate
+from axonn_jax.run.progress import Progress
 
 LINES = [[name] for name in COMMANDS]
 SECONDS = 20

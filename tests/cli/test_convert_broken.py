@@ -89,7 +89,7 @@ NORM = "model.norm.weight"
 THIRD = "model-00003-of-00003.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5000000000\n"
 SCALED = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-BROKEN = {  # each field of a config: models/test_huggingface_maps.py
+BROKEN = {  # each field of a config: files/models/test_huggingface_maps.py
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
     "config no JSON": (text("config.json", "{"), "config.json': a config in JSON"),
     "config a list": (text("config.json", "[]"), "an object in JSON"),

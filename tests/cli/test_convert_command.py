@@ -13,11 +13,11 @@ from commands import answer, refusal
 from hub_server import files_of
 
 from axonn_jax.cli.main import main
-from axonn_jax.models.declared.comparison import differences
-from axonn_jax.models.huggingface.families import config_from_shape, shape_from_config
-from axonn_jax.models.huggingface.pretrained import shape_of
-from axonn_jax.models.rope import frequencies
-from axonn_jax.train import config_file
+from axonn_jax.core.models.comparison import differences
+from axonn_jax.core.models.rope import frequencies
+from axonn_jax.files.huggingface.families import config_from_shape, shape_from_config
+from axonn_jax.files.huggingface.pretrained import shape_of
+from axonn_jax.run import config_file
 
 
 def same(got, want):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from launched import MPIRUN, OPEN_MPI_4, alive, gpu_environment, until
 
-from axonn_jax.backend.small_products import sums_are_wrong
 from axonn_jax.cli.doctor import Doctor, _show, run
 from axonn_jax.cli.doctor.checks import extras, pinned, places, preallocated, slurm
 from axonn_jax.cli.doctor.mpi import mpi4jax, same_mpi, two_ranks
 from axonn_jax.cli.doctor.probes import Row, environment, installed, loopback, probe, ranges, satisfies, which
-from axonn_jax.distributed.network import exposed
-from axonn_jax.errors import UserError
+from axonn_jax.core.backend.small_products import sums_are_wrong
+from axonn_jax.core.distributed.network import exposed
+from axonn_jax.core.errors import UserError
 
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {

@@ -12,11 +12,11 @@ import pytest
 from damage import edit_json, pipe
 
 from axonn_jax.cli.main import main
-from axonn_jax.data.prompts import prompt_ids
-from axonn_jax.data.tokenize import load
-from axonn_jax.distributed import initialize
-from axonn_jax.errors import UserError
-from axonn_jax.inference.texts import TextPart
+from axonn_jax.core.distributed import initialize
+from axonn_jax.core.errors import UserError
+from axonn_jax.files.data.prompts import prompt_ids
+from axonn_jax.files.data.tokenize import load
+from axonn_jax.text.inference.texts import TextPart
 
 TOKENIZERS = {
     "missing": (lambda file: file.unlink(), "No such file"),
@@ -62,8 +62,10 @@ def writing(monkeypatch, *parts):
             yield TextPart(request, text, [1, 2], [-0.5, -1.5], ended)
 
     grid = types.SimpleNamespace(rank=0)
-    monkeypatch.setattr("axonn_jax.inference.generator.Generator", lambda *_, **__: types.SimpleNamespace(grid=grid))
-    monkeypatch.setattr("axonn_jax.inference.texts.write", write)
+    monkeypatch.setattr(
+        "axonn_jax.text.inference.generator.Generator", lambda *_, **__: types.SimpleNamespace(grid=grid)
+    )
+    monkeypatch.setattr("axonn_jax.text.inference.texts.write", write)
     monkeypatch.setattr(initialize, "start", lambda *_: (None, grid))
 
 

@@ -11,13 +11,13 @@ from typing import Annotated, get_origin, get_type_hints
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.documents import _without_texts, parse_json
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape, divisors
-from axonn_jax.models.config import ModelShape
-from axonn_jax.schedule.partition import SegmentCost, partition
-from axonn_jax.timeline.spans import Span, steps_of
-from axonn_jax.timeline.trace import MOST_RANKS, read_trace, write_trace
+from axonn_jax.core.documents import _without_texts, parse_json
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GridShape, divisors
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.pipe.schedule.partition import SegmentCost, partition
+from axonn_jax.pipe.timeline.spans import Span, steps_of
+from axonn_jax.pipe.timeline.trace import MOST_RANKS, read_trace, write_trace
 
 EVENT = {"ph": "X", "pid": 0, "tid": 0, "name": "F0.0", "cat": "forward", "ts": 0.0, "dur": 1.0, "args": {"step": 1}}
 HINTS = get_type_hints(ModelShape, include_extras=True)
@@ -145,7 +145,7 @@ def test_many_spans_are_refused(place, refused, quick):
 
 
 def test_of_more_spans_than_are_read_the_oldest_steps_are_left_out(place, monkeypatch):
-    monkeypatch.setattr("axonn_jax.timeline.trace._MOST_SPANS", 5)
+    monkeypatch.setattr("axonn_jax.pipe.timeline.trace._MOST_SPANS", 5)
     spans = [Span(0, f"F0.{number}", "forward", step + number, step + number + 0.5, step)
              for step in (1, 4, 8) for number in range(2)]  # fmt: skip
     write_trace(place / "timeline.json", spans)
@@ -188,7 +188,7 @@ def test_lists_in_lists_that_would_take_gigabytes_are_not_parsed(unit):
 def test_brackets_in_texts_are_no_lists(monkeypatch):
     text = json.dumps({"code": '[{,"\\' * 1_200_000})
     assert parse_json(text.encode()) == json.loads(text)
-    monkeypatch.setattr("axonn_jax.documents._PIECE", 7)
+    monkeypatch.setattr("axonn_jax.core.documents._PIECE", 7)
     drawn, parts = random.Random(0), ('"', "\\", "[", "{", ",", "a", '\\"')
     for _ in range(300):
         value = ["".join(drawn.choices(parts, k=drawn.randrange(9))) for _ in range(5)] + [{}, [1, {"[": "\\"}]]
@@ -197,7 +197,7 @@ def test_brackets_in_texts_are_no_lists(monkeypatch):
 
 
 def test_machine_files(place, refused, quick):
-    text = (Path(__file__).parents[2] / "axonn_jax" / "planner" / "machines" / "perlmutter.toml").read_text()
+    text = (Path(__file__).parents[2] / "axonn_jax" / "planning" / "machines" / "perlmutter.toml").read_text()
     row = "\n[[matmuls]]\nsize = {}\nshare = 0.5\n"
     many = "".join(row.format(size) for size in range(1, 2_000))
     for changed, says in (

@@ -19,11 +19,11 @@ from launched import AXONN, UNDER_MPIRUN, environment, finished, mpirun
 
 from axonn_jax.cli import main as command_line
 from axonn_jax.cli.main import COMMANDS, main, rank_of, report
-from axonn_jax.documents import parse_json
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.models.huggingface.families import FAMILIES
-from axonn_jax.planner.machines.machine_file import dumps_machine, load_machine
-from axonn_jax.train.config_file import read, tables
+from axonn_jax.core.documents import parse_json
+from axonn_jax.core.errors import UserError, nearest
+from axonn_jax.files.huggingface.families import FAMILIES
+from axonn_jax.planning.machines.machine_file import dumps_machine, load_machine
+from axonn_jax.run.config_file import read, tables
 
 
 def install(monkeypatch, run, arguments=None):

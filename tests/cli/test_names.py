@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.options import Optimizer, PipelinePolicy, Precision, Schedule
-from axonn_jax.train.config_file import loads, tables
+from axonn_jax.core.errors import UserError, nearest
+from axonn_jax.core.options import Optimizer, PipelinePolicy, Precision, Schedule
+from axonn_jax.run.config_file import loads, tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/coming_from.md"
 KEYS = [f"{table}.{key}" for table, of_table in tables().items() for key in of_table]

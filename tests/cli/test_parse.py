@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pytest
 
 from axonn_jax.cli.arguments import Arg, parse
-from axonn_jax.errors import UserError
+from axonn_jax.core.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,14 @@ from commands import PLAN, SIMULATE, output
 from hlo.collectives import totals
 
 from axonn_jax.cli.plan.model import sequences
-from axonn_jax.distributed.gpu_limits import FRACTION
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GRID_AXES, GridShape
-from axonn_jax.models.presets import preset
-from axonn_jax.ops.costs import Phase, StepPolicy
-from axonn_jax.planner.communication import StepSpec, predict
-from axonn_jax.planner.machines.machine_file import load_machine, machine_names
-from axonn_jax.train.validate import check
+from axonn_jax.core.distributed.gpu_limits import FRACTION
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GRID_AXES, GridShape
+from axonn_jax.core.models.presets import preset
+from axonn_jax.core.ops.costs import Phase, StepPolicy
+from axonn_jax.planning.communication import StepSpec, predict
+from axonn_jax.planning.machines.machine_file import load_machine, machine_names
+from axonn_jax.run.validate import check
 
 
 def test_plan_as_json(capsys):
@@ -132,7 +132,7 @@ def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raise
     ],
 )
 def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
-    from axonn_jax.train.config_file import loads, split_argv
+    from axonn_jax.run.config_file import loads, split_argv
 
     argv = [*PLAN[:-1], "2048", "--model.seq_len", "16", "--json", *chosen]
     found = json.loads(output(capsys, argv))["configs"][0]
@@ -234,7 +234,7 @@ def test_nonsense_is_one_line(refused, change, parts):
 
 
 def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkeypatch):
-    from axonn_jax.planner import search
+    from axonn_jax.planning import search
 
     searches = []
     legal_grids = search.legal_grids
@@ -244,7 +244,7 @@ def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkey
 
 
 def test_the_picture_has_the_tables_order_and_one_batch_on_all_numbers_of_devices(capsys, tmp_path, monkeypatch):
-    from axonn_jax.planner import picture
+    from axonn_jax.planning import picture
 
     axes, drawn = [], picture._draw_panels
     monkeypatch.setattr(picture, "_draw_panels", lambda panels, *told: axes.append(panels) or drawn(panels, *told))

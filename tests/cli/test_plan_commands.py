@@ -8,13 +8,13 @@ import pytest
 from launched import AXONN, curves, finished
 
 from axonn_jax.cli.main import main
-from axonn_jax.grid import GRID_AXES
-from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.planner.machines.machine_file import machine_names
-from axonn_jax.schedule.policies import default_in_flight
-from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.train.config_file import loads, split_argv
-from axonn_jax.train.validate import check
+from axonn_jax.core.grid import GRID_AXES
+from axonn_jax.core.models.presets import preset, preset_names
+from axonn_jax.pipe.schedule.policies import default_in_flight
+from axonn_jax.pipe.schedule.tasks import PipelineShape
+from axonn_jax.planning.machines.machine_file import machine_names
+from axonn_jax.run.config_file import loads, split_argv
+from axonn_jax.run.validate import check
 
 CASES = [  # machine, preset, devices, what else is asked for
     ("alps", "gpt2", 2, "--grid.z 2 --memory.activations full --memory.offload none"),

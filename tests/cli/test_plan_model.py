@@ -11,9 +11,9 @@ from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.main import main
 from axonn_jax.cli.plan import Plan
 from axonn_jax.cli.plan.flags import ask
-from axonn_jax.models.huggingface.families import config_from_shape
-from axonn_jax.models.presets import preset
-from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.core.models.presets import preset
+from axonn_jax.files.huggingface.families import config_from_shape
+from axonn_jax.run.config_file import read, split_argv
 
 MACHINE = ("--machine", "perlmutter", "--devices", "16", "--json")
 OWN = """

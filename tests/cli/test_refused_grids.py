@@ -6,10 +6,10 @@ import pytest
 from commands import PLAN, answer
 from launched import AXONN, finished, write_config
 
-from axonn_jax.errors import UserError
-from axonn_jax.train.config_file import read, split_argv
-from axonn_jax.train.main import check_room
-from axonn_jax.train.validate import check
+from axonn_jax.core.errors import UserError
+from axonn_jax.run.config_file import read, split_argv
+from axonn_jax.run.main import check_room
+from axonn_jax.run.validate import check
 
 WRONG = [
     (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.adapters.config import LoraConfig
-from axonn_jax.errors import UserError
-from axonn_jax.train import rules
-from axonn_jax.train.rules import LOSS, PRUNED, RULES, Rule, RunSettings, check_rules
+from axonn_jax.core.adapters.config import LoraConfig
+from axonn_jax.core.engines import rules
+from axonn_jax.core.engines.rules import LOSS, PRUNED, RULES, Rule, RunSettings, check_rules
+from axonn_jax.core.errors import UserError
 
 PLAIN = RunSettings(ax.GridShape(data=2))
 BESIDE = {

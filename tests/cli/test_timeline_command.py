@@ -4,8 +4,8 @@ import pytest
 from commands import answer, refusal
 
 from axonn_jax.cli.main import main
-from axonn_jax.timeline.spans import Span
-from axonn_jax.timeline.trace import write_trace
+from axonn_jax.pipe.timeline.spans import Span
+from axonn_jax.pipe.timeline.trace import write_trace
 
 
 def step_of(number, start=0.0):

@@ -18,14 +18,14 @@ import pytest
 from launched import AXONN, MPIRUN, environment
 
 from axonn_jax.cli.main import main
-from axonn_jax.data.prepare import prepare
-from axonn_jax.data.prompts import prompt_ids
-from axonn_jax.data.tokenize import load
-from axonn_jax.evaluate.forms import form_of
-from axonn_jax.evaluate.suite import MODELS, problems
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.train.config_file import read, split_argv
-from axonn_jax.train.validate import check
+from axonn_jax.files.data.prepare import prepare
+from axonn_jax.files.data.prompts import prompt_ids
+from axonn_jax.files.data.tokenize import load
+from axonn_jax.judge.forms import form_of
+from axonn_jax.judge.suite import MODELS, problems
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.run.config_file import read, split_argv
+from axonn_jax.run.validate import check
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,19 +36,19 @@ NOT_RUN = {  # what a line begins with, and why
     "scripts/demo": "trains for minutes",
     **dict.fromkeys(("AXONN_EXTRAS", "pip"), "installs"),
     "docker": "needs Docker",
-    "axonn-jax launch -n 4 --mpirun": "needs two hosts; tests/mpi/test_two_hosts.py",
+    "axonn-jax launch -n 4 --mpirun": "needs two hosts; tests/cli/mpi/test_two_hosts.py",
     "python3 scripts/gpu/check --out": "needs a GPU",
     "srun": "needs Slurm",
-    "sbatch": "needs Slurm; tests/mpi/test_slurm.py",
+    "sbatch": "needs Slurm; tests/cli/mpi/test_slurm.py",
     "export": "a shell's own",
     "lm-eval": "another project's",
     "unshare": "needs user namespaces",
     **dict.fromkeys(
         ("axonn-jax convert Qwen/", "axonn-jax prepare roneneldan/", "axonn-jax convert runs/tuned runs/out --push"),
-        "needs the Hub; tests/models/test_hub.py",
+        "needs the Hub; tests/cli/models/test_hub.py",
     ),
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
-    "axonn-jax evaluate": "prompts too long for SHORT; tests/evaluate/test_evaluate_command.py runs the lines",
+    "axonn-jax evaluate": "prompts too long for SHORT; tests/cli/judge/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
 FRESH = ("README.md", "index.md")  # pages for a reader whose shell has not activated the environment yet

@@ -12,14 +12,14 @@ import optax
 import pytest
 
 from axonn_jax.cli import main as command_line
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.models.huggingface import families
-from axonn_jax.ops import costs
-from axonn_jax.ops.layers import Place
-from axonn_jax.planner.simulate.simulator import simulate
-from axonn_jax.schedule import policies
-from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.tensor.attention import causal_attention
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.ops import costs
+from axonn_jax.core.ops.layers import Place
+from axonn_jax.core.tensor.attention import causal_attention
+from axonn_jax.files.huggingface import families
+from axonn_jax.pipe.schedule import policies
+from axonn_jax.pipe.schedule.tasks import PipelineShape
+from axonn_jax.planning.simulate.simulator import simulate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}

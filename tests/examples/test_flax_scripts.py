@@ -16,9 +16,9 @@ from launched import ROOT, succeeded
 from tokenizers import Tokenizer
 
 import axonn_jax as ax
-from axonn_jax.data.prepare import prepare
-from axonn_jax.grid import GridShape
-from axonn_jax.tensor.params import split_module
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.tensor.params import split_module
+from axonn_jax.files.data.prepare import prepare
 
 
 def losses(name: str, *flags: str) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 
 import axonn_jax
 from axonn_jax import models
-from axonn_jax.models.presets import preset_names
+from axonn_jax.core.models.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

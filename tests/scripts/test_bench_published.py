@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planning.machines.machine_file import load_machine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "published"
 

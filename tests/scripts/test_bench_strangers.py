@@ -12,8 +12,8 @@ from any_flax.sources import SOURCES, Copies
 from any_flax.strangers import Model, cross_entropy, language_model
 from flax import linen, nnx
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GridShape
 
 IDS = np.arange(32, dtype=np.int32).reshape(8, 4)
 GRID = GridShape(1, 2, 2, 1, 2)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.memory.precision import precisions
+from axonn_jax.core.engines.program import StageProgram
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.memory.precision import precisions
+from axonn_jax.core.settings import MemoryConfig
+from axonn_jax.core.tensor.params import split_module
 from axonn_jax.models import Transformer
-from axonn_jax.settings import MemoryConfig
-from axonn_jax.tensor.params import split_module
-from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "check"

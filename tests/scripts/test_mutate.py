@@ -70,8 +70,8 @@ def test_found_and_missed(mutate, tmp_path):
 
 def test_every_room_has_tests(mutate):
     package = SCRIPTS.parent / mutate.PACKAGE
-    rooms = [each.parent.name for each in package.glob("*/__init__.py")]
-    names = " ".join([*mutate.TESTS.values(), *(mutate.TESTS.get(room, room) for room in rooms)]).split()
+    rooms = {"/".join(each.relative_to(package).parts[:-1][:2]) for each in package.glob("*/**/__init__.py")}
+    names = " ".join([*mutate.TESTS.values(), *map(mutate.tests_of, rooms)]).split()
     assert [name for name in names if not list(SCRIPTS.parent.glob(f"tests/{name}"))] == []
 
 

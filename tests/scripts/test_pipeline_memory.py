@@ -3,10 +3,10 @@
 import pytest
 from pipeline_memory import measure_pipeline as measure
 
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.transformer import describe_single_device
-from axonn_jax.ops.costs import parameters
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.declared.transformer import describe_single_device
+from axonn_jax.core.ops.costs import parameters
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128, seq_len=32)
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
+from axonn_jax.core.experts.shape import MoeConfig
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHAPE = ModelShape(

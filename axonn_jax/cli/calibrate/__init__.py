@@ -10,14 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.cli.arguments import Arg, Positive
-from axonn_jax.distributed.gpu_limits import fraction, host_memory
-from axonn_jax.documents import write_atomically
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.planner.cost_model.compute import usual_kernel
-from axonn_jax.planner.machines.machine import (
+from axonn_jax.core.backend.traits import computes_on_cores
+from axonn_jax.core.distributed.gpu_limits import fraction, host_memory
+from axonn_jax.core.documents import write_atomically
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.tensor.kernel_choice import choose_form
+from axonn_jax.core.terminal import counted, libraries_on_stderr
+from axonn_jax.planning.cost_model.compute import usual_kernel
+from axonn_jax.planning.machines.machine import (
     CollectiveTime,
     Device,
     Host,
@@ -29,9 +31,7 @@ from axonn_jax.planner.machines.machine import (
     Node,
     Platform,
 )
-from axonn_jax.planner.machines.machine_file import dumps_machine, loads_machine
-from axonn_jax.tensor.kernel_choice import choose_form
-from axonn_jax.terminal import counted, libraries_on_stderr
+from axonn_jax.planning.machines.machine_file import dumps_machine, loads_machine
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(args: Calibrate) -> int:
     out = args.out.absolute()
     if out.suffix != ".toml" or out.is_dir() or not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise UserError("--out", str(args.out), "a .toml file that can be written, in a directory that exists")
-    from axonn_jax.distributed.initialize import start
+    from axonn_jax.core.distributed.initialize import start
 
     with libraries_on_stderr():
         world, grid = start(GridShape(data=args.devices or _devices()))
@@ -94,7 +94,7 @@ def run(args: Calibrate) -> int:
 
 
 def _devices() -> int:
-    from axonn_jax import compat
+    from axonn_jax.core import compat
 
     # Ask jax only if it would find an accelerator: its number of CPU devices is fixed once it has started.
     if compat.accelerator_expected():
@@ -110,9 +110,9 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     import numpy as np
     from jax.sharding import Mesh
 
-    from axonn_jax import compat
     from axonn_jax.cli.calibrate import device as on_device
     from axonn_jax.cli.calibrate import links
+    from axonn_jax.core import compat
 
     def say(phase: str) -> None:
         if jax.process_index() == 0:
@@ -173,8 +173,8 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
 def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
     # Empty where no message can be sent: with one device, or several processes without MPI.
-    from axonn_jax.channels.choice import choose
     from axonn_jax.cli.calibrate import links
+    from axonn_jax.pipe.channels.choice import choose
 
     if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
         return {}
@@ -186,7 +186,7 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
 
 def platform_of(device: Any) -> dict[str, Any]:
     """Return the machine-file fields of a jax device from which plans choose the attention kernel."""
-    from axonn_jax import compat
+    from axonn_jax.core import compat
 
     attention = compat.attention_device(device, single_device=False)
     if attention.platform not in get_args(Platform):

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.attention import causal_attention
-from axonn_jax.tensor.specs import live_axes, shard_mapped
+from axonn_jax.core.tensor.attention import causal_attention
+from axonn_jax.core.tensor.specs import live_axes, shard_mapped
 
 Arrays = tuple[jax.Array, ...]
 Shapes = Sequence[tuple[int, ...]]

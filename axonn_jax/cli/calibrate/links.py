@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.backend.repairs import reduce_scatter
 from axonn_jax.cli.calibrate.device import Arrays, repeated, seconds, together
-from axonn_jax.distributed.initialize import meet
-from axonn_jax.planner.machines.machine import Measured
+from axonn_jax.core.backend.repairs import reduce_scatter
+from axonn_jax.core.distributed.initialize import meet
+from axonn_jax.planning.machines.machine import Measured
 
 KINDS: tuple[Measured, ...] = get_args(Measured)
 _AXES = ("outer", "group", "inner")
@@ -102,9 +102,9 @@ def mpi_messages(channel: str, elements: Sequence[int], rounds: int) -> Rate:
 
 
 def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) -> Rate:
-    from axonn_jax.channels.base import Ports
-    from axonn_jax.channels.choice import open_channel
-    from axonn_jax.schedule.tasks import Message
+    from axonn_jax.pipe.channels.base import Ports
+    from axonn_jax.pipe.channels.choice import open_channel
+    from axonn_jax.pipe.schedule.tasks import Message
 
     rank, inbox = pair.Get_rank(), queue.SimpleQueue[Any]()
     placement = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("x",)), P())

@@ -36,7 +36,7 @@ def run(args: Doctor) -> int:
     Raises:
         UserError: The time limit is not above 0.
     """
-    from axonn_jax.errors import UserError
+    from axonn_jax.core.errors import UserError
 
     if not args.timeout > 0:
         raise UserError("--timeout", args.timeout, "a number of seconds above 0")

@@ -24,7 +24,7 @@ from axonn_jax.cli.doctor.probes import (
     satisfies,
     setup_command,
 )
-from axonn_jax.distributed.gpu_limits import (
+from axonn_jax.core.distributed.gpu_limits import (
     FRACTION,
     FRACTION_VARIABLE,
     GIB,
@@ -35,9 +35,9 @@ from axonn_jax.distributed.gpu_limits import (
     host_memory,
     pinned_limit,
 )
-from axonn_jax.distributed.gpus import idle, shares
-from axonn_jax.distributed.processes import SLURM_STEP
-from axonn_jax.errors import UserError
+from axonn_jax.core.distributed.gpus import idle, shares
+from axonn_jax.core.distributed.processes import SLURM_STEP
+from axonn_jax.core.errors import UserError
 
 _FAILS = {
     "jax": "everything that computes",
@@ -74,10 +74,10 @@ for name in sys.argv[1:]:
     tell(**{name: note})
 import jax
 tell(devices=[[d.platform, d.device_kind] for d in jax.devices()])
-from axonn_jax.backend.small_products import sums_are_wrong
+from axonn_jax.core.backend.small_products import sums_are_wrong
 tell(sums=sums_are_wrong())
 """
-_GPUS = "from axonn_jax.distributed.initialize import gpu_views\ntell(gpus=gpu_views())"
+_GPUS = "from axonn_jax.core.distributed.initialize import gpu_views\ntell(gpus=gpu_views())"
 _RANKS_SHOWN = 16
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from axonn_jax.cli.doctor.probes import Row, installed, pip_command, probe, python, setup_command, which
-from axonn_jax.distributed.network import exposed
-from axonn_jax.distributed.processes import SLURM_STEP
+from axonn_jax.core.distributed.network import exposed
+from axonn_jax.core.distributed.processes import SLURM_STEP
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
 _LIBRARY = """
@@ -26,7 +26,7 @@ MPI.Finalize()
 _MPI4JAX = """
 import warnings
 os.environ["JAX_PLATFORMS"] = "cpu"
-from axonn_jax.distributed.network import keep_mpi_local
+from axonn_jax.core.distributed.network import keep_mpi_local
 keep_mpi_local()
 import jax
 with warnings.catch_warnings():
@@ -47,7 +47,7 @@ if world.rank == 0:
     tell(exchanged=world.size)
 """
 _PING = """
-from axonn_jax.distributed.network import keep_mpi_local, listening
+from axonn_jax.core.distributed.network import keep_mpi_local, listening
 keep_mpi_local()
 from mpi4py import MPI
 world = MPI.COMM_WORLD

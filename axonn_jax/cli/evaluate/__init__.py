@@ -12,16 +12,16 @@ from axonn_jax.cli.arguments import Arg, NotNegative, Positive, default_of
 from axonn_jax.cli.evaluate.report import check_k, ends, figures, lines
 from axonn_jax.cli.main import rank_of
 from axonn_jax.cli.prepare import terminated
-from axonn_jax.errors import UNSET, UserError, local_path, nearest
-from axonn_jax.evaluate.build import compiler
-from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
-from axonn_jax.evaluate.judge import judge_all, judging, resumable_results, threads_of
-from axonn_jax.evaluate.metrics import Definition
-from axonn_jax.evaluate.sandbox import Limits, check_sandbox
-from axonn_jax.evaluate.suite import MODELS, Problem, problems
-from axonn_jax.grid import GridShape
-from axonn_jax.models.huggingface.hub import hub_name
-from axonn_jax.terminal import Ticker, printable, say
+from axonn_jax.core.errors import UNSET, UserError, local_path, nearest
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.terminal import Ticker, printable, say
+from axonn_jax.files.huggingface.hub import hub_name
+from axonn_jax.judge.build import compiler
+from axonn_jax.judge.formats import Entry, judged, read_generations, read_prompts, read_results, samples_of, write
+from axonn_jax.judge.judge import judge_all, judging, resumable_results, threads_of
+from axonn_jax.judge.metrics import Definition
+from axonn_jax.judge.sandbox import Limits, check_sandbox
+from axonn_jax.judge.suite import MODELS, Problem, problems
 
 _MODEL_OPTIONS = ("base", "template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
 _RUN_OPTIONS = ("execute", "as_root", "seconds", "memory", "compiler")

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.cli.generate import directories, tokenizer_of
-from axonn_jax.errors import UserError, as_flags
-from axonn_jax.terminal import Ticker, libraries_on_stderr
+from axonn_jax.core.errors import UserError, as_flags
+from axonn_jax.core.terminal import Ticker, libraries_on_stderr
 
 if TYPE_CHECKING:
     from axonn_jax.cli.evaluate import Evaluate
-    from axonn_jax.evaluate.formats import Entry
+    from axonn_jax.judge.formats import Entry
 
 _MAX_SLOTS, _PHASE = 16, "generating"
 
@@ -31,12 +31,12 @@ def generate_outputs(
     Raises:
         UserError: The directory holds no model, or an option is out of range.
     """
-    from axonn_jax.data.tokenize import ends_of
-    from axonn_jax.evaluate.continuations import requests_of
-    from axonn_jax.evaluate.forms import form_of
-    from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.weights import check_grid, on_grid
-    from axonn_jax.models.huggingface.pretrained import shape_of
+    from axonn_jax.files.data.tokenize import ends_of
+    from axonn_jax.files.huggingface.pretrained import shape_of
+    from axonn_jax.judge.continuations import requests_of
+    from axonn_jax.judge.forms import form_of
+    from axonn_jax.text.inference.sampling import Sampling
+    from axonn_jax.text.inference.weights import check_grid, on_grid
 
     with as_flags("sampling"):
         sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
@@ -50,9 +50,9 @@ def generate_outputs(
     stops = ends_of(run_dir, tokenizer, "RUN_DIR", shape.vocab)
 
     # Everything above reports mistakes before devices are started.
-    from axonn_jax.distributed.initialize import start
-    from axonn_jax.evaluate.continuations import continuations
-    from axonn_jax.inference.generator import Generator
+    from axonn_jax.core.distributed.initialize import start
+    from axonn_jax.judge.continuations import continuations
+    from axonn_jax.text.inference.generator import Generator
 
     with libraries_on_stderr():
         _, grid = start(args.grid)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from axonn_jax.errors import UserError
-from axonn_jax.evaluate.metrics import NAMES, Definition, Judged, has_script_runs, measure, resources_of
-from axonn_jax.terminal import printable, say, table
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.terminal import printable, say, table
+from axonn_jax.judge.metrics import NAMES, Definition, Judged, has_script_runs, measure, resources_of
 
 _DEFAULT_K = (1, 5, 10, 20)
 

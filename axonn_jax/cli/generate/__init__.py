@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from axonn_jax.cli.arguments import Arg, NotNegative
-from axonn_jax.errors import UNSET, UserError, as_flags
-from axonn_jax.grid import GridShape
-from axonn_jax.loki.options import LokiOptions
-from axonn_jax.options import CachedKeys, InferencePrecision
-from axonn_jax.terminal import libraries_on_stderr, say
+from axonn_jax.core.errors import UNSET, UserError, as_flags
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.options import CachedKeys, InferencePrecision
+from axonn_jax.core.terminal import libraries_on_stderr, say
+from axonn_jax.text.loki.options import LokiOptions
 
 _DEFAULT_SLOTS = 16
 _MOST_SAMPLES = 1_000_000
@@ -69,7 +69,7 @@ class Generate:
 
 def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
     """Return RUN_DIR and --base; names on the Hub become their directories in the cache."""
-    from axonn_jax.models.huggingface.hub import resolve_path
+    from axonn_jax.files.huggingface.hub import resolve_path
 
     run_dir = resolve_path(run_dir, "RUN_DIR", "an existing directory left by `axonn-jax train` or `convert`")
     return run_dir, base and resolve_path(base, "--base", "the directory of the adapters' base")
@@ -77,7 +77,7 @@ def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
 
 def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
     """Return the tokenizer of a directory and its number of entries, at most `vocab`."""
-    from axonn_jax.data.tokenize import load
+    from axonn_jax.files.data.tokenize import load
 
     tokenizer = load(run_dir / "tokenizer.json", "RUN_DIR")
     return tokenizer, min(1 + max(tokenizer.get_vocab(with_added_tokens=True).values()), vocab)
@@ -102,8 +102,8 @@ def run(args: Generate) -> int:
     args.loki.check(args.attention)
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
         raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
-    from axonn_jax.models.huggingface.pretrained import shape_of
-    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
+    from axonn_jax.core.tensor.kernel_choice import EVERY_TOKEN
+    from axonn_jax.files.huggingface.pretrained import shape_of
 
     run_dir, base = directories(args.run_dir, args.base)
     args = replace(args, run_dir=run_dir, base=base)
@@ -112,9 +112,9 @@ def run(args: Generate) -> int:
         raise UserError("--attention", args.attention, f"full for a model with {rule}")
 
     from axonn_jax.cli.generate.texts import print_texts, prompts_of
-    from axonn_jax.data.tokenize import ends_of
-    from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.weights import on_grid
+    from axonn_jax.files.data.tokenize import ends_of
+    from axonn_jax.text.inference.sampling import Sampling
+    from axonn_jax.text.inference.weights import on_grid
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     with as_flags("sampling"):
@@ -123,15 +123,15 @@ def run(args: Generate) -> int:
     tokenizer, entries = tokenizer_of(args.run_dir, shape.vocab)
     prompts = prompts_of(args, tokenizer, shape.seq_len, shape.vocab)
 
-    from axonn_jax.loki import components
+    from axonn_jax.text.loki import components
 
     calibrated = (
         components.load(args.run_dir / components.FILE, args.run_dir, shape) if args.attention == "loki" else None
     )
 
-    from axonn_jax.distributed.initialize import start
-    from axonn_jax.inference.generator import Generator
-    from axonn_jax.inference.slots import numbered
+    from axonn_jax.core.distributed.initialize import start
+    from axonn_jax.text.inference.generator import Generator
+    from axonn_jax.text.inference.slots import numbered
 
     with libraries_on_stderr():
         _, grid = start(args.grid)

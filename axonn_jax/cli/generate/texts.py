@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from axonn_jax.errors import UserError, refused
-from axonn_jax.terminal import printable, say
+from axonn_jax.core.errors import UserError, refused
+from axonn_jax.core.terminal import printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.cli.generate import Generate
-    from axonn_jax.inference.generator import Generator
-    from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.slots import Request
+    from axonn_jax.text.inference.generator import Generator
+    from axonn_jax.text.inference.sampling import Sampling
+    from axonn_jax.text.inference.slots import Request
 
 _TOKENS = 100
 
@@ -40,11 +40,11 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
     Raises:
         UserError: A prompt cannot be used; for a file the error names the line.
     """
-    from axonn_jax.data.instructions.chat import ChatTemplate
-    from axonn_jax.data.instructions.schemas import tools_of
-    from axonn_jax.data.instructions.templates import chat_template_of
-    from axonn_jax.data.prompts import file_line, ids_within
-    from axonn_jax.data.tokenize import end_of
+    from axonn_jax.files.data.instructions.chat import ChatTemplate
+    from axonn_jax.files.data.instructions.schemas import tools_of
+    from axonn_jax.files.data.instructions.templates import chat_template_of
+    from axonn_jax.files.data.prompts import file_line, ids_within
+    from axonn_jax.files.data.tokenize import end_of
 
     template = ChatTemplate.of(args.run_dir, "--chat", True) if args.chat and args.template is None else None
     if args.template is not None:
@@ -78,8 +78,8 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
 
 def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
     # By line number. A pipe, or "-" for standard input, has no size to check beforehand, so reading stops at the limit.
-    from axonn_jax.data.prompts import MOST_BYTES, objects_of
-    from axonn_jax.documents import read_bytes
+    from axonn_jax.core.documents import read_bytes
+    from axonn_jax.files.data.prompts import MOST_BYTES, objects_of
 
     with refused("--prompts", path, "a file with a JSON object a line"):
         if (stream := str(path) == "-") or path.is_fifo():
@@ -105,7 +105,7 @@ def print_texts(
     args: "Generate",
 ) -> None:
     """Generate and print all texts: a single one token by token, several in order as soon as each is complete."""
-    from axonn_jax.inference.texts import write
+    from axonn_jax.text.inference.texts import write
 
     first = generator.grid.rank == 0
     texts = ["" for _ in requests]

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
 
-from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli.arguments import Arg, NotNegative
 from axonn_jax.cli.launch import slurm
-from axonn_jax.distributed.host_sync import LOCK
-from axonn_jax.distributed.processes import MET
-from axonn_jax.distributed.signals import SIGNALS, handled
-from axonn_jax.documents import LockHeldError, file_lock, open_for_writing, read_bytes
-from axonn_jax.errors import UNSET, UserError
-from axonn_jax.terminal import say
-from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.core.checkpoint.manifest import all_steps, step_of
+from axonn_jax.core.distributed.host_sync import LOCK
+from axonn_jax.core.distributed.processes import MET
+from axonn_jax.core.documents import LockHeldError, file_lock, open_for_writing, read_bytes
+from axonn_jax.core.errors import UNSET, UserError
+from axonn_jax.core.terminal import say
+from axonn_jax.run.config_file import read, split_argv
+from axonn_jax.run.signals import SIGNALS, handled
 
 LOG = "restarts.log"
 _FINAL = {0, 2, *(128 + number for number in SIGNALS), -signal.SIGINT, -signal.SIGHUP}

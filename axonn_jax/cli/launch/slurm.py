@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from axonn_jax.documents import open_for_writing
-from axonn_jax.errors import UserError
-from axonn_jax.terminal import say
+from axonn_jax.core.documents import open_for_writing
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.terminal import say
 
 # Slurm kills a job at its limit, with a resolution of a minute, and saving many gigabytes takes a while.
 _WARNING_S, _MIN_TIME_S = 120, 300

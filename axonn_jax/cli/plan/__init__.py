@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from axonn_jax.cli.plan.flags import Count, PlanFlags, Question, ask, candidate_fields, command, question_fields
-from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLA_DEFAULT_GIB
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GRID_AXES
-from axonn_jax.ops.costs import Phase
-from axonn_jax.planner.report import explain, step_collectives
-from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
-from axonn_jax.planner.search import TIE, SearchResult
-from axonn_jax.planner.space import grid_axes
-from axonn_jax.terminal import Ticker, table
+from axonn_jax.core.distributed.gpu_limits import GIB, LIMIT, XLA_DEFAULT_GIB
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GRID_AXES
+from axonn_jax.core.ops.costs import Phase
+from axonn_jax.core.terminal import Ticker, table
+from axonn_jax.planning.report import explain, step_collectives
+from axonn_jax.planning.request import SHORT, Estimate, PlanRequest
+from axonn_jax.planning.search import TIE, SearchResult
+from axonn_jax.planning.space import grid_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ def run(args: Plan) -> int:
     with Ticker("comparing grids") as ticker:
         result = question.answer()
         if args.png is not None:
-            from axonn_jax.planner.picture import draw_plan
-            from axonn_jax.planner.report import scaling
+            from axonn_jax.planning.picture import draw_plan
+            from axonn_jax.planning.report import scaling
 
             ticker.now("drawing")
             curve = scaling(_fewer(args, question.request), result.best, question.space, question.limit)

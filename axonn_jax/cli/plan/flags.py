@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.plan.model import NamedModel, resolve_model, sequences
 from axonn_jax.cli.plan.refusals import VIRTUAL, check_legal
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.grid import GRID_AXES, MOST_DEVICES
-from axonn_jax.ops.language import FLOAT32
-from axonn_jax.options import (
+from axonn_jax.core.errors import UserError, nearest
+from axonn_jax.core.grid import GRID_AXES, MOST_DEVICES
+from axonn_jax.core.ops.language import FLOAT32
+from axonn_jax.core.options import (
     Activations,
     Offload,
     PipelinePolicy,
@@ -20,12 +20,12 @@ from axonn_jax.options import (
     ResidualComm,
     amount_of_bytes,
 )
-from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.memory import itemsize
-from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
-from axonn_jax.planner.search import SearchResult, search
-from axonn_jax.planner.space import SEARCHED, SearchSpace
-from axonn_jax.schedule.policies import ByArrival, policy_of
+from axonn_jax.pipe.schedule.policies import ByArrival, policy_of
+from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.planning.memory import itemsize
+from axonn_jax.planning.request import Candidate, OverlapFlags, PlanRequest
+from axonn_jax.planning.search import SearchResult, search
+from axonn_jax.planning.space import SEARCHED, SearchSpace
 
 SEQUENCES = 8
 """Default sequences per device of a step."""

@@ -9,18 +9,18 @@ from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
-from axonn_jax.adapters.config import check_shape
-from axonn_jax.data.manifest import MANIFEST, Manifest
-from axonn_jax.errors import UNSET, UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
-from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.options import amount
-from axonn_jax.planner.space import SearchSpace
-from axonn_jax.train.config import Config
-from axonn_jax.train.config_file import loads, read, split_argv
-from axonn_jax.train.rules import RunSettings, check_rules
+from axonn_jax.core.adapters.config import check_shape
+from axonn_jax.core.engines.rules import RunSettings, check_rules
+from axonn_jax.core.errors import UNSET, UserError
+from axonn_jax.core.grid import GridShape
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.presets import preset, preset_names
+from axonn_jax.core.options import amount
+from axonn_jax.files.data.manifest import MANIFEST, Manifest
+from axonn_jax.files.huggingface.pretrained import is_pretrained, shape_of
+from axonn_jax.planning.space import SearchSpace
+from axonn_jax.run.config import Config
+from axonn_jax.run.config_file import loads, read, split_argv
 
 CONFIG = "config.toml"
 """Configuration file of a run directory."""

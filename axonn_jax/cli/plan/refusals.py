@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GRID_AXES, divisors
-from axonn_jax.planner.request import PlanRequest
-from axonn_jax.planner.space import SearchSpace, legal_grids, segments
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import GRID_AXES, divisors
+from axonn_jax.planning.request import PlanRequest
+from axonn_jax.planning.space import SearchSpace, legal_grids, segments
 
 _SHOWN = 8  # values in a message
 _STAGES = tuple(range(1, 17))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axonn_jax as ax
-from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
+from axonn_jax.core.grid import BATCH_AXES, Grid, GridShape, build_grid
 
 _COMBINER = "cpu-all-reduce-combiner"
 """XLA's pass that makes one collective of several; without, each says where it comes from."""

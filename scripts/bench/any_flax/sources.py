@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from axonn_jax.errors import UserError
+from axonn_jax.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from compiled.common import keep_recomputation, mesh_sizes, text_of
 from hlo.collectives import Collective, collectives, totals
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import build_grid
-from axonn_jax.planner.communication import Predicted, StepSpec, predict
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import build_grid
+from axonn_jax.planning.communication import Predicted, StepSpec, predict
 
 if TYPE_CHECKING:
     import jax
@@ -68,8 +68,8 @@ def account(
     import jax
     import optax
 
-    from axonn_jax.settings import MemoryConfig, TensorConfig
-    from axonn_jax.train.engines.step import compile_abstract
+    from axonn_jax.core.engines.step import compile_abstract
+    from axonn_jax.core.settings import MemoryConfig, TensorConfig
 
     policy = work.policy
     if work.itemsize != 4:

@@ -17,27 +17,27 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.errors import UserError
-from axonn_jax.experts.layer import MixtureOfExperts
-from axonn_jax.experts.router import Packing
-from axonn_jax.experts.shape import slots_of
-from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.precision import precisions
-from axonn_jax.memory.remat import layer_runner
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.packed import inputs_of, values_of
-from axonn_jax.models.stacked import run_layers
-from axonn_jax.models.transformer import Block, Transformer
-from axonn_jax.options import Activations, AttentionKernel, Precision
-from axonn_jax.settings import MemoryConfig
-from axonn_jax.tensor.elementwise import DropoutKey, activated
-from axonn_jax.tensor.embedding import Embedding
-from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.linear import Linear, swapped
-from axonn_jax.tensor.loss import cross_entropy
-from axonn_jax.tensor.params import Params, split_module
-from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.engines.step import TrainStep, abstract
+from axonn_jax.core.engines.on_mesh import OnMesh, StepResults
+from axonn_jax.core.engines.step import TrainStep, abstract
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.experts.layer import MixtureOfExperts
+from axonn_jax.core.experts.router import Packing
+from axonn_jax.core.experts.shape import slots_of
+from axonn_jax.core.grid import BATCH_AXES, Grid
+from axonn_jax.core.memory.precision import precisions
+from axonn_jax.core.memory.remat import layer_runner
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.models.packed import inputs_of, values_of
+from axonn_jax.core.models.stacked import run_layers
+from axonn_jax.core.models.transformer import Block, Transformer
+from axonn_jax.core.options import Activations, AttentionKernel, Precision
+from axonn_jax.core.settings import MemoryConfig
+from axonn_jax.core.tensor.elementwise import DropoutKey, activated
+from axonn_jax.core.tensor.embedding import Embedding
+from axonn_jax.core.tensor.kernel_choice import Tiles
+from axonn_jax.core.tensor.linear import Linear, swapped
+from axonn_jax.core.tensor.loss import cross_entropy
+from axonn_jax.core.tensor.params import Params, split_module
 
 
 @dataclass(frozen=True)

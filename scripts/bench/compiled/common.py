@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import MESH_AXES, GridShape
-from axonn_jax.models.config import ModelShape
+from axonn_jax.core.errors import UserError
+from axonn_jax.core.grid import MESH_AXES, GridShape
+from axonn_jax.core.models.config import ModelShape
 
 if TYPE_CHECKING:
     import jax
@@ -25,7 +25,7 @@ def make_devices(count: int) -> None:
     """The CPU backend with virtual devices, also where there is an accelerator; too late once jax has started."""
     import jax
 
-    from axonn_jax import compat
+    from axonn_jax.core import compat
 
     if not compat.backends_started():
         jax.config.update("jax_platforms", "cpu")

@@ -11,15 +11,15 @@ from compiled.common import temporary_bytes, text_of
 from hlo.program import parse
 from racer import in_turns
 
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.config import ModelShape
-from axonn_jax.options import Activations
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.options import Activations
 
 if TYPE_CHECKING:
     import jax
 
-    from axonn_jax.settings import MemoryConfig, TensorConfig
+    from axonn_jax.core.settings import MemoryConfig, TensorConfig
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
     import optax
     from flax import nnx
 
-    from axonn_jax.models.transformer import Transformer
-    from axonn_jax.train.trainer import Trainer
+    from axonn_jax.core.models.transformer import Transformer
+    from axonn_jax.trainer import Trainer
 
     trainers = []
     for setting in settings:
@@ -137,8 +137,8 @@ def _step(setting: Setting) -> Any:
     import jax
     import optax
 
-    from axonn_jax.tensor.params import split_module
-    from axonn_jax.train.engines.step import abstract, build_step
+    from axonn_jax.core.engines.step import abstract, build_step
+    from axonn_jax.core.tensor.params import split_module
 
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
     model, _ = abstract(setting.shape, grid, setting.sequences, setting.microbatches, comm=setting.comm)
@@ -147,7 +147,7 @@ def _step(setting: Setting) -> Any:
 
 
 def _configs(setting: Setting) -> "tuple[MemoryConfig, TensorConfig]":
-    from axonn_jax.settings import MemoryConfig, TensorConfig
+    from axonn_jax.core.settings import MemoryConfig, TensorConfig
 
     memory = MemoryConfig(precision="fp32", activations=setting.activations)
     return memory, TensorConfig(scan_layers="yes" if setting.scanned else "no")

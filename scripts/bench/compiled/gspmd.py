@@ -12,20 +12,20 @@ from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
 from racer import in_turns
 
-from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.config import ModelShape
-from axonn_jax.models.declared.residual_comm import choose_residual_comm
-from axonn_jax.ops.costs import StepPolicy
-from axonn_jax.options import Activations, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.core.experts.shape import MoeConfig
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.ops.costs import StepPolicy
+from axonn_jax.core.options import Activations, ReshardAfter, ResidualComm
+from axonn_jax.planning.communication import StepSpec, predict
+from axonn_jax.planning.declared.residual_comm import choose_residual_comm
 
 if TYPE_CHECKING:
     import jax
 
-    from axonn_jax.tensor.params import SplitModule
-    from axonn_jax.train.engines.step import TrainState, TrainStep
+    from axonn_jax.core.engines.step import TrainState, TrainStep
+    from axonn_jax.core.tensor.params import SplitModule
 
 LOSS_TOLERANCE = 1e-5
 """Relative: both losses are float32 means of the same numbers, added in another order."""
@@ -177,8 +177,8 @@ def _extended(both: Sequence[Counted], layers: int) -> Counted:
 def _abstract(work: StepSpec, way: Way) -> "tuple[TrainStep, TrainStep]":
     from flax import nnx
 
-    from axonn_jax.models.transformer import Transformer
-    from axonn_jax.tensor.params import split_module
+    from axonn_jax.core.models.transformer import Transformer
+    from axonn_jax.core.tensor.params import split_module
 
     def parts(comm: BlockComm) -> "SplitModule":
         return split_module(
@@ -194,9 +194,9 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
     import optax
     from compiled.automatic import AutomaticProgram
 
-    from axonn_jax.settings import MemoryConfig
-    from axonn_jax.train.engines.program import StageProgram
-    from axonn_jax.train.engines.step import TrainStep
+    from axonn_jax.core.engines.program import StageProgram
+    from axonn_jax.core.engines.step import TrainStep
+    from axonn_jax.core.settings import MemoryConfig
 
     laid = build_grid(work.grid, jax.devices()[: work.grid.devices])
     memory = MemoryConfig(activations=way.activations, reshard_after=way.reshard_after)
@@ -230,8 +230,8 @@ def compare_runs(
     import numpy as np
     from flax import nnx
 
-    from axonn_jax.models.transformer import Transformer
-    from axonn_jax.tensor.params import split_module
+    from axonn_jax.core.models.transformer import Transformer
+    from axonn_jax.core.tensor.params import split_module
 
     way = way or Way()
     shape.check_grid(grid)
@@ -268,7 +268,7 @@ def _start(step: "TrainStep") -> "TrainState":
     import jax
     import jax.numpy as jnp
 
-    from axonn_jax.train.engines.step import TrainState
+    from axonn_jax.core.engines.step import TrainState
 
     params = jax.tree.map(jnp.copy, step.program.parts.params)
     return TrainState(step.update.start(jax.device_put(params, step.program.shardings())), step.first_scale(), {})

@@ -10,8 +10,8 @@ from typing import get_args
 
 from hlo.program import Array, Computation, Instruction, Module, arrays, parse
 
-from axonn_jax.planner.communication import Predicted
-from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
+from axonn_jax.planning.communication import Predicted
+from axonn_jax.planning.machines.network import CollectiveKind, ring_bytes
 
 Groups = tuple[tuple[int, ...], ...]
 Axes = tuple[str, ...]

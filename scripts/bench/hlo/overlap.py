@@ -17,7 +17,7 @@ from hlo.collectives import Collective, collectives
 from hlo.program import Computation, Instruction, Module, parse, trip_count
 from hlo.roofline import Costs, link, ring_seconds
 
-from axonn_jax.hardware import Accelerator, Link
+from axonn_jax.core.hardware import Accelerator, Link
 
 Class = Literal[
     "z gathers", "dW reduce-scatters", "dX all-reduces", "forward all-reduces", "other", "data reductions", "small"

@@ -10,7 +10,7 @@ from math import prod
 from hlo.collectives import Collective, Groups
 from hlo.program import Array, Computation, Instruction, Module, arrays
 
-from axonn_jax.hardware import Accelerator, Link
+from axonn_jax.core.hardware import Accelerator, Link
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}

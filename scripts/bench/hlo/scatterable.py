@@ -11,7 +11,7 @@ from fractions import Fraction
 from hlo.collectives import Collective, Totals
 from hlo.program import Array, Computation, Module, arrays, parse
 
-from axonn_jax.planner.machines.network import ring_bytes
+from axonn_jax.planning.machines.network import ring_bytes
 
 _MOVED = ("bitcast", "copy", "convert", "reshape", "transpose")
 

@@ -56,7 +56,7 @@ def joined(job: Job, axes: dict[str, int]) -> dict[str, Any]:
 
 def balance(job: Job) -> dict[str, Any]:
     """No loss that evens out experts' loads: not all contestants have the same one."""
-    from axonn_jax.experts.shape import MoeConfig
+    from axonn_jax.core.experts.shape import MoeConfig
 
     return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.sizes.get("experts") else {}
 

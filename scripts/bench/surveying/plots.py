@@ -7,7 +7,7 @@ from typing import Any
 
 from surveying.efficiency import TARGET
 
-from axonn_jax.documents import new_figure, save_picture
+from axonn_jax.core.documents import new_figure, save_picture
 
 Curve = Mapping[str, Any]
 SHOWN = {

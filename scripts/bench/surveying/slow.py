@@ -13,7 +13,7 @@ def slow_down(trainer: Any, job: Job, mean: float) -> None:
     A whole backward, which is twice the work of a forward or of half a backward, sleeps twice as long on average. Every
     rank calls it: the pipeline that is set up for it is set up by all.
     """
-    from axonn_jax.schedule.tasks import Kind
+    from axonn_jax.pipe.schedule.tasks import Kind
 
     pipe, _ = trainer.engine._prepare(job.data.batch(0, job.rows))
     if job.rank < job.world - 1:

@@ -41,7 +41,7 @@ def model_of(job: Job, *, apart: bool = False) -> nn.Module:
 def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
     import transformers
 
-    from axonn_jax.models.huggingface.entries import to_huggingface
+    from axonn_jax.files.huggingface.entries import to_huggingface
 
     shape = job.workload.shape()
     sizes: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from axonn_jax.models.config import ModelShape
+    from axonn_jax.core.models.config import ModelShape
 
 WARM_UP, LAST, LEAST = 10, 200, 0.1
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -71,7 +71,7 @@ class Workload:
 
     def shape(self) -> "ModelShape":
         """Sizes of the transformer."""
-        from axonn_jax.models.config import ModelShape
+        from axonn_jax.core.models.config import ModelShape
 
         return ModelShape(**self.sizes)
 
@@ -143,7 +143,7 @@ def prepare_text(folder: Path) -> None:
     """Write the tokens of the standard library's sources, as the demo takes them."""
     if (folder / "held.npy").exists():
         return
-    from axonn_jax.data.loader import TokenSamples
+    from axonn_jax.files.data.loader import TokenSamples
 
     stdlib, data = sysconfig.get_paths()["stdlib"], folder / "data"
     words = ["prepare", stdlib, str(data), "--vocab", "4096", "--include", "*.py"]

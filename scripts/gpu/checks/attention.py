@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonn_jax.tensor.attention import causal_attention
+from axonn_jax.core.tensor.attention import causal_attention
 from checks.report import Emit, Row, Skip, attempt
 from checks.sizes import attention_shapes
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.errors import UserError
+from axonn_jax.core.errors import UserError
 from axonn_jax.models import preset_names
 from checks import process
 from checks.report import SECTIONS, Row, header, write_json

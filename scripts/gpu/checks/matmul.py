@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.hardware import peak_flops
+from axonn_jax.core.hardware import peak_flops
 from checks.report import Emit, Row, attempt
 from checks.sizes import matmul_sizes
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.memory.precision import precisions
+from axonn_jax.core.engines.program import StageProgram
+from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.memory.precision import precisions
+from axonn_jax.core.settings import MemoryConfig
+from axonn_jax.core.tensor.params import SplitModule, split_module
 from axonn_jax.models import ModelShape, Transformer
-from axonn_jax.settings import MemoryConfig
-from axonn_jax.tensor.params import SplitModule, split_module
-from axonn_jax.train.engines.program import StageProgram
 from checks import attention, promises
 from checks.report import Emit, Row, attempt
 from checks.sizes import parity_shape

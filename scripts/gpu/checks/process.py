@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from axonn_jax.distributed.gpu_limits import raise_fraction
+from axonn_jax.core.distributed.gpu_limits import raise_fraction
 from checks.report import Row, from_line
 
 

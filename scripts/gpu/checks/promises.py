@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 import axonn_jax
-from axonn_jax.channels.buffers import DeviceBuffers, DeviceBytes, takes_device_memory
 from axonn_jax.models import ModelShape, Transformer
+from axonn_jax.pipe.channels.buffers import DeviceBuffers, DeviceBytes, takes_device_memory
 from checks.report import Row
 
 _STEPS = 5

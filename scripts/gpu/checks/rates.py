@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from axonn_jax.hardware import peak_flops
+from axonn_jax.core.hardware import peak_flops
 from axonn_jax.models import ModelShape
 from checks.sizes import TrainConfig
 

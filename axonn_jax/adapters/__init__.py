@@ -1,1 +1,0 @@
-"""Low-rank adapters (LoRA) of a frozen model: settings, layers, their base, and PEFT's file format."""

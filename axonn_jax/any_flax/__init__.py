@@ -1,0 +1,1 @@
+"""Any Flax model: made parallel, taken apart, and trained by the user's loss."""

@@ -1,0 +1,1 @@
+"""Dependence, read off a traced program: of a loss on the rows of a batch."""

@@ -1,0 +1,1 @@
+"""Declaration of the transformer for cost models, and its segments; no jax."""

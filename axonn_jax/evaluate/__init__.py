@@ -1,1 +1,0 @@
-"""Evaluation of generated programs: ParEval's files and metrics, a small suite, and a sandbox."""

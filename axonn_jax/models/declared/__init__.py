@@ -1,1 +1,0 @@
-"""Declaration of the transformer for cost models, and choices based on it; no jax."""

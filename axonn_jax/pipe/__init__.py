@@ -1,0 +1,1 @@
+"""Pipelines: schedules, channels between stages, the stages' programs, and the engine that runs them."""

@@ -1,0 +1,1 @@
+"""Declarations that the planner alone makes or chooses by; no jax."""

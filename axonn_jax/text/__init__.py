@@ -1,0 +1,1 @@
+"""Texts of a trained model: generation, and Loki attention."""

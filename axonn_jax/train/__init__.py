@@ -1,1 +1,0 @@
-"""Configuration, the trainer and the run around it."""
