@@ -22,7 +22,9 @@ from training_runs import GPT, LLAMA, VOCAB, Net, class_batches, net_loss
 import axonn_jax as ax
 
 ROOT = Path(__file__).resolve().parents[2]
-_TIMES = re.compile(r'"seconds": [\d.]+|\b\d+(\.\d+)? s\b|\d{4}-\d\d-\d\d[T ][\d:.]+')
+_TIMES = re.compile(r'"seconds": [\d.]+|\b\d+(\.\d+)? s\b|\b\d+(:\d\d){1,2}\b|\d{4}-\d\d-\d\d[T ][\d:.]+')
+_TICKER = re.compile(r"[a-z ]+, \d+(:\d\d)+(:|$)")
+"""Lines about progress, which come after so many seconds."""
 MODEL = ["--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.seq_len", "16"]
 RUN = [
     *MODEL, "--data.path", "data", "--train.steps", "4", "--train.global_batch", "16", "--train.lr", "3e-3",
@@ -43,7 +45,7 @@ def said(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> list[str
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(list(words))
     text = f"status {status}\n{out.getvalue()}{err.getvalue()}".replace(str(Path.cwd()), "DIR")
-    return [_TIMES.sub("TIME", line) for line in text.splitlines()]
+    return [_TIMES.sub("TIME", line) for line in text.splitlines() if not _TICKER.match(line)]
 
 
 class Recorder:
