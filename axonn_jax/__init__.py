@@ -21,7 +21,7 @@ _HOME = {
     "TensorConfig": "axonn_jax.core.settings",
     "Trainer": "axonn_jax.trainer",
     "replicated": "axonn_jax.core.tensor.specs",
-    "total": "axonn_jax.any_flax.modules.numbers",
+    "total": "axonn_jax.any_flax.modules.metrics",
     "UserError": "axonn_jax.core.errors",
     "goldfish": "axonn_jax.files.data.goldfish",
     "in_flight": "axonn_jax.core.distributed.bounded",
@@ -40,7 +40,7 @@ _PUBLIC = ["__version__", "models", *_HOME]
 
 if _typing.TYPE_CHECKING:
     from axonn_jax import models as models
-    from axonn_jax.any_flax.modules.numbers import total as total
+    from axonn_jax.any_flax.modules.metrics import total as total
     from axonn_jax.any_flax.parallelize.api import parallelize as parallelize
     from axonn_jax.any_flax.parallelize.linen import parallelize_linen as parallelize_linen
     from axonn_jax.any_flax.parallelize.report import sharding_report as sharding_report

@@ -116,8 +116,8 @@ class Trainer:
         with grid.entered():
             # An engine's modules are imported only if it is used: a run need not have the dependencies of the others.
             if loss is not None:
-                from axonn_jax.any_flax.modules.apart import fitting
                 from axonn_jax.any_flax.modules.job import loss_job
+                from axonn_jax.any_flax.modules.loss_model import fitting
 
                 job_options |= {"weight": weight, "rows": rows, "wrt": wrt}
                 job = loss_job(model, optimizer, grid, loss=loss, **job_options)
@@ -218,7 +218,7 @@ class Trainer:
         if self._numbers is None:
             losses, counts, _ = zip(*results, strict=True)
             return mean_by_count(losses, [float(count) for count in counts])
-        from axonn_jax.any_flax.modules.numbers import means
+        from axonn_jax.any_flax.modules.metrics import means
 
         mean, numbers = means(results)
         return (mean, numbers) if aux else mean

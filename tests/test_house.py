@@ -11,10 +11,6 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 54_500,
-    "lines of tests": 41_800,
-    "lines of scripts": 16_200,
-    "files": 354,
     "files in the root": 4,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -28,7 +24,13 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 21_600,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 21_900,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "dialect in 1,000 names of core, any_flax, pipe": 3,
+    "dialect in 1,000 names elsewhere": 6,
+    "dialect in 1,000 names of core, any_flax, pipe, as words of them": 9,
+    "dialect in 1,000 names elsewhere, as words of them": 12,
+    "lines of the core a comment": 40,
+    "lines with Any": 1_450,
 }
 
 
@@ -100,6 +102,15 @@ def test_names_sizes_and_circles_of_files_are_seen(tree):
     assert found.keys() == ["t.key"]
     assert found.functions == {"b: f": 2}
     assert found.circles("eager", "lazy", of=str) == ["a <-> b"]
-    (found.root / "tests").mkdir()
-    (found.root / "tests" / "t.py").write_text("1\n2\n")
-    assert found.figures()["lines of tests"] == 2
+
+
+def test_words_of_the_dialect_and_comments_are_counted_by_part(tree):
+    found = tree(**{"core/a": "own = 1  # why\nown_value = HeldOut = size = 2  # noqa: E501\n", "cli/b": "size = 3\n"})
+    assert found.dialect("core") == (250.0, 750.0)
+    assert found.dialect("cli") == (0.0, 0.0)
+    assert found.comments("core") == 500.0
+
+
+def test_the_picture_of_the_architecture_is_the_command_s():
+    page = (SCRIPT.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"```text\n{script().Tree().picture()}\n```" in page

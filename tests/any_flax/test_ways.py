@@ -103,7 +103,7 @@ def test_an_evaluation_whose_loss_sees_all_rows_has_them_at_once(capfd):
 
 def test_half_precision_that_several_devices_compare_is_no_difference(monkeypatch, capfd):
     """As in a run of several processes, where one device does not see all rows."""
-    monkeypatch.setattr("axonn_jax.any_flax.modules.all_rows._SMALL", -1)
+    monkeypatch.setattr("axonn_jax.any_flax.modules.comparison._SMALL", -1)
 
     class Half(nnx.Module):
         def __init__(self):

@@ -25,7 +25,7 @@ from axonn_jax.any_flax.dependence.row_types import (
     first_fault,
     unknown,
 )
-from axonn_jax.core.backend.elements import ELEMENTWISE
+from axonn_jax.core.backend.elementwise import ELEMENTWISE
 
 ENTRIES = (
     ELEMENTWISE

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
-from axonn_jax.any_flax.modules.apart import ROW_AXES
+from axonn_jax.any_flax.modules.loss_model import ROW_AXES
 from axonn_jax.any_flax.parallelize.convolution import convolves
 from axonn_jax.core.backend.traits import convolves_slowly_in_loops
 from axonn_jax.core.engines.engine import Batches

@@ -10,12 +10,12 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.any_flax.modules.apart import Loss, LossModel, say_first, takes_batch
 from axonn_jax.any_flax.modules.batches import TreeBatches
-from axonn_jax.any_flax.modules.linen_tree import LinenLossModel
-from axonn_jax.any_flax.modules.nnx_module import NnxLossModel
-from axonn_jax.any_flax.modules.numbers import Weight
-from axonn_jax.any_flax.modules.own_tree import with_param_tree
+from axonn_jax.any_flax.modules.linen_model import LinenLossModel
+from axonn_jax.any_flax.modules.loss_model import Loss, LossModel, say_first, takes_batch
+from axonn_jax.any_flax.modules.metrics import Weight
+from axonn_jax.any_flax.modules.nnx_model import NnxLossModel
+from axonn_jax.any_flax.modules.param_tree import with_param_tree
 from axonn_jax.any_flax.modules.program import LossProgram
 from axonn_jax.any_flax.modules.proof import ROWS, Proof
 from axonn_jax.any_flax.parallelize.api import modules, parallelize

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.any_flax.modules.apart import REPLICAS, ROW_AXES, Loss, LossModel, LossResult, Strategy, unsharded
 from axonn_jax.any_flax.modules.batches import rows_of, scan_microbatches, with_rows
-from axonn_jax.any_flax.modules.numbers import Weight, averaged, is_total, part_weights, share_of
+from axonn_jax.any_flax.modules.loss_model import REPLICAS, ROW_AXES, Loss, LossModel, LossResult, Strategy, unsharded
+from axonn_jax.any_flax.modules.metrics import Weight, averaged, is_total, part_weights, share_of
 from axonn_jax.any_flax.parallelize.convolution import check_grouped
 from axonn_jax.any_flax.parallelize.flow import MARK
 from axonn_jax.any_flax.pooling import with_sliced_pooling

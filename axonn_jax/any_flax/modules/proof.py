@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from axonn_jax.any_flax.dependence.rows import Verdict
-from axonn_jax.any_flax.modules.all_rows import Comparison
-from axonn_jax.any_flax.modules.apart import Loss, Strategy, say_first
 from axonn_jax.any_flax.modules.batches import TreeBatches
-from axonn_jax.any_flax.modules.probes import Results, find_differences
+from axonn_jax.any_flax.modules.comparison import Comparison
+from axonn_jax.any_flax.modules.differences import Results, find_differences
+from axonn_jax.any_flax.modules.loss_model import Loss, Strategy, say_first
 from axonn_jax.any_flax.modules.program import LossProgram
 from axonn_jax.any_flax.modules.row_verdict import verdict_of
 from axonn_jax.core.errors import UserError, first_line

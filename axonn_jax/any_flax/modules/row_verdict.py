@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from axonn_jax.any_flax.dependence.rows import Role, Verdict, rows_verdict
-from axonn_jax.any_flax.modules.apart import REPLICAS
 from axonn_jax.any_flax.modules.batches import rows_of, with_rows
-from axonn_jax.any_flax.modules.numbers import averaged, is_total
+from axonn_jax.any_flax.modules.loss_model import REPLICAS
+from axonn_jax.any_flax.modules.metrics import averaged, is_total
 from axonn_jax.any_flax.modules.program import LossProgram
 from axonn_jax.core.grid import without_mesh
 from axonn_jax.core.tensor.params import Params, key_of

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.any_flax.parallelize.kinds import Kernel, in_place_of_base
 from axonn_jax.any_flax.parallelize.layouts import LayerPlan, OutsideRead, spec_of, stored_params, without_z
-from axonn_jax.core.backend.repairs import over_rows
+from axonn_jax.core.backend.workarounds import over_rows
 from axonn_jax.core.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.core.tensor.embedding import lookup, tied_logits
 from axonn_jax.core.tensor.norm import layer_norm, rms_norm

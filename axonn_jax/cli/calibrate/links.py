@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.cli.calibrate.device import Arrays, repeated, seconds, together
-from axonn_jax.core.backend.repairs import reduce_scatter
+from axonn_jax.core.backend.workarounds import reduce_scatter
 from axonn_jax.core.distributed.initialize import meet
 from axonn_jax.planning.machines.machine import Measured
 

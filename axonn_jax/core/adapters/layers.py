@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, layers_of
-from axonn_jax.core.backend.repairs import over_rows
+from axonn_jax.core.backend.workarounds import over_rows
 from axonn_jax.core.errors import UserError, integer, typed_arguments
 from axonn_jax.core.models.transformer import Transformer
 from axonn_jax.core.options import typed

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import depend_on
 from axonn_jax.core.backend.traits import overlaps_collectives
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.engines.on_mesh import BATCH_SPEC, OnMesh, StepResults
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.experts.load import Loads

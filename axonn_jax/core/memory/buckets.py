@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import depend_on
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.grid import BATCH_AXES
 from axonn_jax.core.tensor.collectives import all_reduce, assume_replicated, live, mark_varying
 from axonn_jax.core.tensor.specs import spec_axes

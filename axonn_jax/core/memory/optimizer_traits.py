@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import DictKey, tree_map_with_path
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
-from axonn_jax.core.backend.elements import Computation, by_element, computation
+from axonn_jax.core.backend.elementwise import Computation, by_element, computation
 from axonn_jax.core.errors import UserError
 
 _MASK_ERRORS = (KeyError, IndexError, AttributeError, TypeError, ValueError)

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import reduce_scatter
 from axonn_jax.core.backend.traits import reduces_in_place
+from axonn_jax.core.backend.workarounds import reduce_scatter
 from axonn_jax.core.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.core.memory.buckets import (
     Leaf,

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.core.backend.repairs import depend_on
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.models.declared.segments import check_repeats
 from axonn_jax.core.models.protocol import check_model

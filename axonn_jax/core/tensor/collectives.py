@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend import repairs
+from axonn_jax.core.backend import workarounds
 
 BLOCK_REDUCTIONS = (
     *("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather"),
@@ -59,7 +59,7 @@ def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
 
     Bytes per device on a ring: `(G-1)/G * size * itemsize`.
     """
-    return g if axis_size(axis) == 1 else repairs.reduce_scatter(g, axis, dim)
+    return g if axis_size(axis) == 1 else workarounds.reduce_scatter(g, axis, dim)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

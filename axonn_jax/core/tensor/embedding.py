@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import over_rows
+from axonn_jax.core.backend.workarounds import over_rows
 from axonn_jax.core.tensor.collectives import (
     all_reduce,
     axis_size,

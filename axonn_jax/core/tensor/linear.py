@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import over_rows
+from axonn_jax.core.backend.workarounds import over_rows
 from axonn_jax.core.ops.layers import Comm, TensorAxis
 from axonn_jax.core.tensor.collectives import (
     SEQUENCE_AXIS,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.repairs import depend_on
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.core.tensor.elementwise import capped
 from axonn_jax.core.tensor.kernel_choice import loss_chunk

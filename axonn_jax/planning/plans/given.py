@@ -9,7 +9,7 @@ from flax import nnx
 from flax.errors import FlaxError
 from jax.tree_util import keystr
 
-from axonn_jax.any_flax.modules.apart import check_real, is_float
+from axonn_jax.any_flax.modules.loss_model import check_real, is_float
 from axonn_jax.any_flax.parallelize.linen import takes_key
 from axonn_jax.core.errors import UserError, first_line
 from axonn_jax.core.grid import without_mesh

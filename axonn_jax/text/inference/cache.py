@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from axonn_jax.core.backend.repairs import unfused_write
+from axonn_jax.core.backend.workarounds import unfused_write
 
 LayerCache = tuple[jax.Array, ...]
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import with_layout_constraint
 
-from axonn_jax.core.backend.repairs import on_cores
+from axonn_jax.core.backend.workarounds import on_cores
 from axonn_jax.text.inference.attend import Attended, FullAttention, Seen, products
 from axonn_jax.text.inference.cache import ROW_MAJOR, LayerCache, append
 from axonn_jax.text.inference.select import compacted, largest

@@ -10,7 +10,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.core.backend.repairs import depend_on
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.tensor.overlap.reorder import in_order, reorder
 from axonn_jax.core.tensor.specs import shard_mapped
 

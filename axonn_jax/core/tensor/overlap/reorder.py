@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from axonn_jax.core.backend.repairs import depend_on
+from axonn_jax.core.backend.workarounds import depend_on
 from axonn_jax.core.compat import ClosedJaxpr
 from axonn_jax.core.grid import MESH_AXES
 from axonn_jax.core.tensor.collectives import axis_size

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from axonn_jax.any_flax.modules.apart import (
+from axonn_jax.any_flax.modules.loss_model import (
     REPLICAS,
     ROW_AXES,
     Loss,
@@ -20,7 +20,7 @@ from axonn_jax.any_flax.modules.apart import (
     in_dtype,
     is_float,
 )
-from axonn_jax.any_flax.modules.own_tree import StateTree
+from axonn_jax.any_flax.modules.param_tree import StateTree
 from axonn_jax.any_flax.parallelize.api import as_flax, gather_spread, modules, with_row_axes
 from axonn_jax.any_flax.parallelize.kinds import Kernel, describe
 from axonn_jax.any_flax.parallelize.layouts import PLAN

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from axonn_jax.any_flax.modules.apart import (
+from axonn_jax.any_flax.modules.loss_model import (
     REPLICAS,
     ROW_AXES,
     Loss,
@@ -22,7 +22,7 @@ from axonn_jax.any_flax.modules.apart import (
     is_float,
     say_first,
 )
-from axonn_jax.any_flax.modules.own_tree import LinenTree
+from axonn_jax.any_flax.modules.param_tree import LinenTree
 from axonn_jax.any_flax.parallelize.kinds import Kernel
 from axonn_jax.any_flax.parallelize.layouts import Stored, further_layouts
 from axonn_jax.any_flax.parallelize.linen import LinenLoss

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.any_flax.modules.apart import Strategy
 from axonn_jax.any_flax.modules.batches import TreeBatches
-from axonn_jax.any_flax.modules.numbers import averaged
-from axonn_jax.any_flax.modules.probes import HALF, SINGLE, Run, at_points, constant_key
+from axonn_jax.any_flax.modules.differences import HALF, SINGLE, Run, at_points, constant_key
+from axonn_jax.any_flax.modules.loss_model import Strategy
+from axonn_jax.any_flax.modules.metrics import averaged
 from axonn_jax.any_flax.modules.program import LossProgram
 from axonn_jax.core.backend.small_products import compile_traced, jitted
 from axonn_jax.core.errors import UserError

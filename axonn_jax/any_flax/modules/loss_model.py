@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from axonn_jax.any_flax.modules.own_tree import ParamTree
+from axonn_jax.any_flax.modules.param_tree import ParamTree
 from axonn_jax.any_flax.parallelize.linen import MappedAxes, takes_key
 from axonn_jax.core.errors import UserError, first_line
 from axonn_jax.core.tensor.params import Params, copied, key_of
