@@ -1,6 +1,7 @@
 """Traits of an optimizer read off its traced step: elementwise, per parameter, and which parameter owns which state."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -223,9 +224,9 @@ def _by_element(optimizer: GradientTransformation, name: str, shape: tuple[int, 
         return False
 
     def text(of_shape: tuple[int, ...]) -> str:
-        shown = ", ".join(map(str, of_shape))
-        computed = _computed(optimizer, {name: of_shape}, [name]).text
-        return computed.replace(shown, "shape").replace(shown.replace(" ", ""), "shape")
+        # Only whole integers are sizes: the digits of one may also stand in a learning rate, and a mean divides by 256.0.
+        sizes = rf"(?<![\d.])({', ?'.join(map(str, of_shape))})(?![\d.])"
+        return re.sub(sizes, "shape", _computed(optimizer, {name: of_shape}, [name]).text)
 
     # A mean shows only as division by a constant, the number of elements, so compare two sizes.
     return text(shape) == text(_large(len(shape), rows=384))

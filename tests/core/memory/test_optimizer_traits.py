@@ -1,11 +1,14 @@
 """Optimizers that look at several parameters, or at whole ones, are known by what they do, however small that is."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
+from axonn_jax.core.engines.optimizer import make_optimizer
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.memory.optimizer_traits import check_offload, check_separable
+from axonn_jax.core.settings import TrainConfig
 
 PARAMS = {"a.kernel": jnp.zeros((4, 8)), "a.bias": jnp.zeros(8), "b.kernel": jnp.zeros((8, 4))}
 
@@ -45,6 +48,7 @@ BY_ELEMENT = {
     "adamw, averaged over 8 steps": averaged(optax.adamw(3e-4), 8),
     "lion": optax.lion(late(50)),
     "sgd": optax.sgd(1e-8),
+    "a schedule whose numbers have the digits of a size": make_optimizer(TrainConfig(lr=1e-2, steps=20)),
     "frozen but for a name": optax.multi_transform(
         {"train": optax.adamw(warming(2000)), "stay": optax.set_to_zero()},
         lambda tree: {name: "train" if name.startswith("b") else "stay" for name in tree},
@@ -65,3 +69,8 @@ def test_an_optimizer_that_takes_parameters_one_by_one(name):
     optimizer = (BY_PARAMETER | BY_ELEMENT)[name]
     assert check_offload(optimizer, "memory.offload = optimizer", PARAMS) == (name in BY_ELEMENT)
     check_separable(optimizer, PARAMS, ["b.kernel"])
+
+
+def test_the_size_of_a_vector_in_its_update_is_seen():
+    by_size = optax.stateless(lambda updates, _: jax.tree.map(lambda update: update / update.size, updates))
+    assert not check_offload(by_size, "memory.offload = optimizer", {"bias": jnp.zeros(8)})
