@@ -224,7 +224,7 @@ def _by_element(optimizer: GradientTransformation, name: str, shape: tuple[int, 
         return False
 
     def text(of_shape: tuple[int, ...]) -> str:
-        # Only whole integers are sizes: the digits of one may also stand in a learning rate, and a mean divides by 256.0.
+        # Only whole integers are sizes: their digits may also stand in a learning rate, and a mean divides by 256.0.
         sizes = rf"(?<![\d.])({', ?'.join(map(str, of_shape))})(?![\d.])"
         return re.sub(sizes, "shape", _computed(optimizer, {name: of_shape}, [name]).text)
 
