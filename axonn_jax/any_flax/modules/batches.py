@@ -20,8 +20,11 @@ from axonn_jax.core.grid import Grid
 from axonn_jax.core.tensor.params import copied
 from axonn_jax.core.tensor.specs import Replicated, is_replicated
 
+Tree = Any
+"""Pytree of arrays, as a user's loss takes it; Python has no type for all pytrees."""
 
-class TreeBatches(Batches):
+
+class TreeBatches(Batches[Tree, Tree]):
     """Global batches: pytrees whose arrays share a leading axis of rows, except for those marked by `replicated`.
 
     The rows of a replica's microbatch are sharded over `z` if they divide evenly, and replicated over `z` otherwise.

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.any_flax.modules.batches import rows_of, scan_microbatches, with_rows
+from axonn_jax.any_flax.modules.batches import Tree, rows_of, scan_microbatches, with_rows
 from axonn_jax.any_flax.modules.loss_model import REPLICAS, ROW_AXES, Loss, LossModel, LossResult, Strategy, unsharded
 from axonn_jax.any_flax.modules.metrics import Weight, averaged, is_total, part_weights, share_of
 from axonn_jax.any_flax.parallelize.convolution import check_grouped
@@ -41,7 +41,7 @@ class Forward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossProgram(OnMesh):
+class LossProgram(OnMesh[Tree]):
     """Gradients of a model whose layers `parallelize` has sharded, each in its own manual region.
 
     Batches are [microbatches, data, rows, ...]. In `parts`, the loss sees the rows of one replica. Every replica has a

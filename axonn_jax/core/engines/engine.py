@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core.checkpoint.naming import State
 from axonn_jax.core.distributed.heartbeat import Heartbeat
+from axonn_jax.core.engines.on_mesh import Placed
 from axonn_jax.core.engines.step import StepMetrics
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import BATCH_AXES, Grid
@@ -22,7 +23,7 @@ from axonn_jax.core.tensor.params import Params, SplitModule
 from axonn_jax.core.tensor.weight_gather import Weights
 
 
-def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+def token_ids_of(batch: object) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return a batch [sequences, seq + 1] as int32 NumPy array, from any library's array (PyTorch's too) or lists.
 
     Raises ``UserError`` for anything else; numbers are neither rounded nor truncated to 32 bits.
@@ -54,7 +55,11 @@ def mean_by_count(values: Sequence[Any], counts: Sequence[float]) -> float:
     return sum(float(v) * count for v, count in zip(values, counts, strict=True) if count) / sum(counts)
 
 
-class Batches(ABC):
+Rows = TypeVar("Rows")
+"""This process's rows of a batch, validated: token ids, or the arrays of a user's batch."""
+
+
+class Batches(ABC, Generic[Rows, Placed]):
     """Global batches: which rows this process loads, validation of user batches, and their arrays on the mesh."""
 
     def __init__(self, grid: Grid, microbatches: int):
@@ -91,7 +96,7 @@ class Batches(ABC):
         Raises ``UserError`` if the batch does not divide.
         """
 
-    def to_mesh(self, rows: Any, global_batch: int) -> jax.Array:
+    def to_mesh(self, rows: np.ndarray, global_batch: int) -> jax.Array:
         """Return this process's `rows` of a global batch as an array on the mesh, in the shape of `numbers`."""
         numbers, layout = self.numbers(global_batch)
 
@@ -100,31 +105,31 @@ class Batches(ABC):
             shard_numbers = numbers[index[: numbers.ndim]]
             # `rows` only has this process's rows, in ascending order: translate global indices to positions in it.
             local_rows = np.searchsorted(self.local(global_batch), shard_numbers.ravel())
-            return rows[local_rows].reshape(*shard_numbers.shape, *rows.shape[1:])  # type: ignore[no-any-return]
+            return rows[local_rows].reshape(*shard_numbers.shape, *rows.shape[1:])
 
         return jax.make_array_from_callback((*numbers.shape, *rows.shape[1:]), layout, shard)
 
     @abstractmethod
-    def read(self, batch: Any, *, counts: bool = False) -> Any:
+    def read(self, batch: object, *, counts: bool = False) -> Rows:
         """Validate a batch and return it as NumPy arrays.
 
         Raises ``UserError`` for a batch of another form, or, if `counts`, for one without targets.
         """
 
     @abstractmethod
-    def rows(self, batch: Any) -> int:
+    def rows(self, batch: Rows) -> int:
         """Return the number of rows of a batch."""
 
     @abstractmethod
-    def filled(self, batch: Any, rows: int) -> Any:
+    def filled(self, batch: Rows, rows: int) -> Rows:
         """Return the batch padded to `rows` with rows that do not count."""
 
     @abstractmethod
-    def shard(self, batch: Any) -> Any:
+    def shard(self, batch: Rows) -> Placed:
         """Return this process's rows of a global batch as arrays on the mesh, microbatches first."""
 
 
-class TokenBatches(Batches):
+class TokenBatches(Batches[np.ndarray, jax.Array]):
     """Global batches of token ids [sequences, seq + 1], which a `models.protocol.Model` takes."""
 
     def __init__(self, grid: Grid, microbatches: int, *, packed: bool):
@@ -139,7 +144,7 @@ class TokenBatches(Batches):
     def least(self) -> int:  # noqa: D102
         return self.grid.shape.batch_shards * self.microbatches
 
-    def read(self, batch: Any, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def read(self, batch: object, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return token ids [sequences, seq + 1] as NumPy array; raises ``UserError`` for anything else."""
         ids = token_ids_of(batch)
         # Only a single process sees the full batch; with several, the targets may be in another one's rows.
@@ -198,7 +203,7 @@ class Engine(Protocol):
     """Parameter stores of this process's ranks of the pipe (rank 0 without a pipeline)."""
 
     @property
-    def batches(self) -> Batches:
+    def batches(self) -> Batches[Any, Any]:
         """Layout and validation of global batches."""
 
     @property

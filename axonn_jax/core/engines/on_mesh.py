@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +17,14 @@ from axonn_jax.core.memory.zero import split_over_replicas
 from axonn_jax.core.pruned.layout import PrunedLayout
 from axonn_jax.core.settings import MemoryConfig
 from axonn_jax.core.tensor.params import Params, Specs, SplitModule
+from axonn_jax.core.tensor.weight_gather import Weights
 
 BATCH_SPEC = P(None, BATCH_AXES)
 """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
+
+
+Placed = TypeVar("Placed")
+"""Global batch on the mesh, as `Batches.shard` returns it: token ids, or the arrays of a user's batch."""
 
 
 class StepResults(NamedTuple):
@@ -28,14 +34,14 @@ class StepResults(NamedTuple):
     loss: jax.Array
     norm: jax.Array
     """Global norm of the gradients, without the loss scale."""
-    metrics: dict[str, Any]
+    metrics: dict[str, object]
     """Further metrics by name, such as those of a model's `Loads`."""
     carried: Mapping[str, jax.Array] = MappingProxyType({})
     """Model state that the step has changed, such as BatchNorm statistics."""
 
 
 @dataclass(frozen=True)
-class OnMesh(ABC):
+class OnMesh(ABC, Generic[Placed]):
     """Program of a step's gradients for a model on one 4D mesh, and the layouts it implies."""
 
     parts: SplitModule
@@ -55,12 +61,12 @@ class OnMesh(ABC):
 
     @abstractmethod
     def results(
-        self, params: Any, carried: Any, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Weights, carried: Params, batch: Placed, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
         """Return the results of a batch from `Batches.shard`, with gradients multiplied by `scale`."""
 
     @abstractmethod
-    def evaluate(self, params: Any, carried: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def evaluate(self, params: Weights, carried: Params, batch: Placed) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of a batch in Flax's evaluation mode, and the weight of that mean."""
 
     def shardings(self) -> dict[str, NamedSharding]:
@@ -81,7 +87,7 @@ class OnMesh(ABC):
             return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
         return {name: self.parts.specs[name] for name in self.parts.trained}
 
-    def check_traced(self, jaxpr: Any) -> None:  # noqa: B027 (not abstract: nothing to check)
+    def check_traced(self, jaxpr: Jaxpr) -> None:
         """Raise ``UserError`` for a step that XLA would miscompile; the package's collectives are not affected."""
 
     def batch_sharding(self) -> NamedSharding:

@@ -65,7 +65,7 @@ def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class StageProgram(OnMesh):
+class StageProgram(OnMesh[jax.Array]):
     """Pure functions on global arrays for a model on one 4D mesh; call them under `jax.jit`."""
 
     sub_batches: int = field(default=1, kw_only=True)

@@ -48,7 +48,7 @@ class Job:
     """Float32 parameters on the mesh, under per-layer names."""
     optimizer: optax.GradientTransformation
     build: Build
-    batches: Batches
+    batches: Batches[Any, Any]
     draws: bool
     """True if a step takes a random key, for example for dropout."""
     owned: bool

@@ -59,7 +59,7 @@ class TrainState(NamedTuple):
 class TrainStep:
     """Gradients, clipping and the optimizer's update as one function on global arrays."""
 
-    program: OnMesh
+    program: OnMesh[Any]
     optimizer: optax.GradientTransformation
     clip: float = 0.0
     """Largest global norm of the gradients, to which larger ones are scaled down; 0: not clipped."""

@@ -38,16 +38,22 @@ from axonn_jax.core.tensor.kernel_choice import Tiles
 from axonn_jax.core.tensor.linear import Linear, swapped
 from axonn_jax.core.tensor.loss import cross_entropy
 from axonn_jax.core.tensor.params import Params, split_module
+from axonn_jax.core.tensor.weight_gather import Weights
+
+
+def dense_of(weights: Weights) -> Params:
+    """Return weights of which none is pruned."""
+    return {name: weight for name, weight in weights.items() if isinstance(weight, jax.Array)}
 
 
 @dataclass(frozen=True)
-class AutomaticProgram(OnMesh):
+class AutomaticProgram(OnMesh[jax.Array]):
     """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `TrainStep`."""
 
     constraints: Constraints = field(default="layers", kw_only=True)
 
     def results(
-        self, params: Params, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Weights, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
         """Return the mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
 
@@ -56,14 +62,15 @@ class AutomaticProgram(OnMesh):
         """
         if scale is not None:
             raise UserError("memory.precision", "fp16", "fp32 or bf16 with automatic partitioning")
-        grads, loss = self._backward(params, batch[0], key) if batch.shape[0] == 1 else self._scan(params, batch, key)
+        dense = dense_of(params)
+        grads, loss = self._backward(dense, batch[0], key) if batch.shape[0] == 1 else self._scan(dense, batch, key)
         grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
         return StepResults(grads, loss, norm, {})
 
-    def evaluate(self, params: Params, carried: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def evaluate(self, params: Weights, carried: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of [microbatches, sequences, seq + 1] tokens, and their targets."""
-        losses = jnp.stack([self._loss(params, tokens, None) for tokens in batch])
+        losses = jnp.stack([self._loss(dense_of(params), tokens, None) for tokens in batch])
         return jnp.mean(losses), jnp.float32(batch[..., 1:].size)
 
     def _backward(self, params: Params, batch: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
