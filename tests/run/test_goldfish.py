@@ -132,6 +132,7 @@ def test_a_loader_leaves_out_the_same_targets_in_every_epoch(prepared):
         (lambda: ax.goldfish(rows((2, 9)), "4"), "goldfish.k = '4': an integer of at least 2"),
         (lambda: ax.goldfish(rows(9), 2), "batch"),
         (lambda: ax.goldfish(np.zeros((2, 9)), 2), "batch"),
+        (lambda: ax.goldfish([[1, 2], [3]], 2), "batch = .list.: token ids"),
         (lambda: GoldfishConfig(1).check(), "goldfish.k"),
         (lambda: GoldfishConfig(0, 5).check(), "goldfish.k"),
     ],

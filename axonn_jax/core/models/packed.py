@@ -169,6 +169,19 @@ def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([batch[:, :1], targets], axis=1)
 
 
+def _token_ids(number: int, document: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        words = np.asarray(document)
+    except ValueError:  # lists of several lengths
+        words = np.array(None)
+    # Checked before the cast, which would cut fractions off and read a text's digits.
+    whole_numbers = words.ndim == 1 and words.dtype.kind in "iu" and words.size > 0
+    if not whole_numbers or words.min() < 0 or words.max() > _ID:
+        shown = list(document)[:8] if words.ndim == 1 else document
+        raise UserError(f"document {number}", shown, f"ids from 0 to {_ID:,}, at least one")
+    return words.astype(np.int64)
+
+
 @typed_arguments
 def pack(
     documents: Sequence[Sequence[int]], width: int, targets: Sequence[Sequence[bool]] | None = None
@@ -183,17 +196,15 @@ def pack(
     Raises:
         UserError: The documents do not fit, a mask has the wrong length, or an id has more than 24 bits.
     """
-    lengths = [np.size(ids) for ids in documents]
+    ids = [_token_ids(number, document) for number, document in enumerate(documents)]
+    lengths = [len(words) for words in ids]
     if targets is not None and (target_lengths := [np.size(counts) for counts in targets]) != lengths:
         raise UserError("lengths of targets", target_lengths[:8], f"those of the documents, a list each: {lengths[:8]}")
-    row = np.zeros(integer("width", width, 1), np.int32)
+    if sum(lengths) > integer("width", width, 1):
+        raise UserError("documents", sum(lengths), f"at most {width} tokens, the width of a row")
+    row = np.zeros(width, np.int32)
     at = 0
-    for number, ids in enumerate(documents):
-        words = np.asarray(ids, np.int64)
-        if len(words) == 0 or words.min() < 0 or words.max() > _ID:
-            raise UserError(f"document {number}", list(ids)[:8], f"ids from 0 to {_ID:,}, at least one")
-        if at + len(words) > width:
-            raise UserError("documents", sum(lengths), f"at most {width} tokens, the width of a row")
+    for number, words in enumerate(ids):
         counts = np.ones(len(words), bool) if targets is None else np.asarray(targets[number], bool)
         row[at : at + len(words)] = words | np.where(counts, _COUNTED, 0)
         row[at] |= _START

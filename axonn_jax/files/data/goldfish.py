@@ -55,7 +55,10 @@ def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArra
     from axonn_jax.core.models.packed import leave_out, places_of, token_ids  # imports jax, which no other reader needs
 
     k, h = integer("goldfish.k", k, 2), integer("goldfish.h", h, 1)
-    words = np.asarray(batch)
+    try:
+        words = np.asarray(batch)
+    except ValueError as error:  # lists of several lengths
+        raise UserError("batch", type(batch).__name__, "token ids [rows, seq + 1]") from error
     if words.ndim != 2 or words.dtype.kind not in "iu":
         raise UserError("batch", f"{words.dtype} {list(words.shape)}", "token ids [rows, seq + 1]")
     words = words.astype(np.int32)
