@@ -14,6 +14,7 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax import GridShape, Loader
 from axonn_jax.cli.main import main
+from axonn_jax.core.grid import build_grid
 from axonn_jax.core.models.transformer import Transformer
 from axonn_jax.files.data.instructions.chat import ChatTemplate
 from axonn_jax.files.data.instructions.schemas import Conversation
@@ -105,7 +106,7 @@ def losses(place):
 def test_losses_are_those_of_torch_with_labels_of_minus_100(place, losses, axes):
     want, want_held_out = losses
     shape = GridShape(**axes)
-    grid = ax.grid.build_grid(shape, jax.devices()[: shape.devices])
+    grid = build_grid(shape, jax.devices()[: shape.devices])
     trainer = ax.Trainer(
         lambda: Transformer(ax.models.shape_of(place / "hf"), rngs=nnx.Rngs(0), packed=True),
         optax.sgd(RATE),

@@ -14,6 +14,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax import GridShape, UserError
+from axonn_jax.core.grid import build_grid
 from axonn_jax.core.models.block_comm import BlockComm
 from axonn_jax.core.models.packed import counted_targets, documents_of, pack
 from axonn_jax.core.models.transformer import Transformer
@@ -111,7 +112,7 @@ def uneven(vocab):
 def test_an_uneven_mask_over_microbatches_is_one_batch(axes):
     kinds, counts, rows = uneven(GPT.vocab)
     grads, loss, norm = alone(GPT, kinds, counts)
-    grid = ax.grid.build_grid(axes, jax.devices()[: axes.devices])
+    grid = build_grid(axes, jax.devices()[: axes.devices])
 
     def model():
         made = Transformer(GPT, rngs=nnx.Rngs(0), packed=True)

@@ -14,6 +14,7 @@ from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax import GridShape, Sampling, UserError
+from axonn_jax.core.grid import build_grid
 from axonn_jax.core.tensor.attention import causal_attention
 from axonn_jax.core.tensor.kernel_choice import AttentionRule
 from axonn_jax.text.inference.attend import attend_chunk
@@ -80,7 +81,7 @@ def test_a_stream_that_is_given_up_gives_the_slots_back(generator):
 def test_a_generator_goes_on_behind_another_mesh(made):
     """That of a newer grid, or a script's own; also with the weights of stages, each on a mesh of its own."""
     texts = continued(made, PROMPTS[:2], 8)
-    grid = ax.grid.build_grid(GridShape(pipe=2), jax.devices()[2:4])
+    grid = build_grid(GridShape(pipe=2), jax.devices()[2:4])
     trainer = make_trainer(model(**LLAMA), optax.adamw(1e-3), grid, microbatches=1)
     jax.set_mesh(grids.lay(GridShape(data=2, x=2)).mesh)
     older = ax.Generator(made, grids.lay(GridShape(y=2)), slots=2)
