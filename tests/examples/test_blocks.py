@@ -187,7 +187,7 @@ def test_the_model_of_a_page_holds_the_prompts_that_evaluate_asks(checkout, monk
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "text"
-    prepare(ROOT / "axonn_jax", path, vocab=512, include=["cli/*.py", "train/*.py"])
+    prepare(ROOT / "axonn_jax", path, vocab=512, include=["cli/*.py", "run/*.py"])
     return path
 
 
