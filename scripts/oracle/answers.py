@@ -132,7 +132,6 @@ def commanded(main: Callable[[Sequence[str]], int]) -> dict[str, list[str]]:
         "generate on a grid": ["generate", run, "--prompt", "def ", "--tokens", "8", "--grid.y", "2", "--samples", "2"],
         "loki": ["loki", run, "--data", "data", "--tokens", "256"],
         "generate by Loki": ["generate", run, "--prompt", "def ", "--tokens", "8", "--attention", "loki"],
-        "generate by H2O": ["generate", run, "--prompt", "def ", "--tokens", "8", "--attention", "h2o"],
         "prune": ["prune", other, "runs/pruned", "--density", "0.5"],
         "convert": ["convert", run, "converted"],
         "plan of gpt": ["plan", "--model", "gpt-1.3b", *plan],
