@@ -38,13 +38,13 @@ def selection(paths: Iterable[str], below: dict[str, tuple[str, ...]]) -> set[st
 
     Args:
         paths: Changed paths, relative to the repository's root.
-        below: Parts that each part of the package imports, directly.
+        below: All parts below each part of the package.
     """
     found = set[str]()
     for path in map(Path, paths):
         match path.parts:
             case ("axonn_jax", part, _, *_) if part in below:
-                found |= {f"tests/{name}" for name in {part} | above(part, below)}
+                found |= {f"tests/{name}" for name, parts in below.items() if part in (name, *parts)}
             case ("tests", folder, _, *_):
                 found.add(f"tests/{folder}" if not path.name.startswith("test_") else str(path))
             case ("tests", name) if name.startswith("test_"):
@@ -56,12 +56,6 @@ def selection(paths: Iterable[str], below: dict[str, tuple[str, ...]]) -> set[st
             case _:
                 return set()
     return {path for path in found if (ROOT / path).exists()} | {ALWAYS}
-
-
-def above(part: str, below: dict[str, tuple[str, ...]]) -> set[str]:
-    """Return the parts that import a part, directly or through others."""
-    direct = {name for name, parts in below.items() if part in parts}
-    return direct.union(*(above(name, below) for name in direct))
 
 
 def main() -> None:

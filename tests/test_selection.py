@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "_selection.py"
-BELOW = {"core": (), "pipe": ("core",), "files": ("core",), "text": ("core", "files"), "cli": ("core", "pipe", "text")}
+BELOW = {"core": (), "pipe": ("core",), "files": ("core",), "text": ("core", "files")}
+BELOW |= {"cli": ("core", "pipe", "files", "text")}
 RULES = "tests/test_*.py"
 
 

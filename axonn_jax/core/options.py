@@ -29,7 +29,7 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
 """Function that turns a router's logits into scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
-"""How tokens reach their experts: all of them are gathered, or every expert has a fixed number of slots."""
+"""Dispatch of tokens to their experts: all of them are gathered, or every expert has a fixed number of slots."""
 PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
 CachedKeys = Literal["full", "loki"]
@@ -59,7 +59,7 @@ ReshardAfter = Literal["forward", "backward", "step"]
 ResidualComm = Literal["all_reduce", "gather", "auto"]
 """Communication of attention and MLP over `x`: all-reduces of wide features, or gathers of the residual stream."""
 Order = Literal["auto", "package", "xla"]
-"""Who orders a step's operations: the package or XLA."""
+"""Order of a step's operations: the package's or XLA's."""
 ScanLayers = Literal["auto", "yes", "no"]
 
 PipelinePolicy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]

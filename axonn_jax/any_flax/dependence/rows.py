@@ -13,7 +13,7 @@ from axonn_jax.core import compat
 
 Kind = Literal["proven", "weighted", "coupled", "not understood"]
 Role = Literal["mean", "total", "state", "weight"]
-"""How results of the parts are combined: `mean` results are averaged like the loss, `total` results are added up,
+"""Combination of the results of the parts: `mean` results are averaged like the loss, `total` results are added up,
 `state` must be identical in every part, and `weight` is the number of items that a part's mean averages over."""
 
 
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
     mask counts, so parts would have to be weighted by that count. `coupled`: rows see each other, or something is
     computed from all of them. `not understood`: a primitive has no rule."""
     reason: str = ""
-    """What the rows do, the primitive, and the user's source line."""
+    """Reason of the verdict: the use of the rows, the primitive, and the user's source line."""
     in_turn: bool = False
     """True if parts that run side by side match all rows at once, but parts that run one after the other do not."""
 

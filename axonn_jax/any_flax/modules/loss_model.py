@@ -38,8 +38,8 @@ Loss = Callable[..., Any]
 """Function of (model, batch) or (model, batch, key) that returns a mean loss, or (a mean loss, metrics)."""
 
 Strategy = Literal["parts", "whole", "xla"]
-"""How a loss runs. `parts`: on one replica's rows at a time, with sharded layers. `whole`: on the rows of all replicas
-as one array, with sharded layers. `xla`: like `whole`, but with Flax's own layers, which XLA partitions."""
+"""Strategy of a loss. `parts`: on one replica's rows at a time, with sharded layers. `whole`: on the rows of all
+replicas as one array, with sharded layers. `xla`: like `whole`, but with Flax's own layers, which XLA partitions."""
 
 
 class LossResult(NamedTuple):

@@ -150,7 +150,6 @@ def with_param_tree(tx: optax.GradientTransformation, tree: ParamTree) -> optax.
         return jax.tree.map(by_name, node, is_leaf=lambda node: tree.matches(node) or isinstance(node, dict))
 
     def unflatten_state(node: Any) -> Any:
-
         def to_user(node: Any) -> Any:
             if isinstance(node, ByLabel):
                 return {label: unflatten_state(value) for label, value in node.values.items()}

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Activation(NamedTuple):
-    """What the analysis knows about an activation."""
+    """Facts that the analysis has about an activation."""
 
     split: ActivationSplit | None = None
     trained: bool = False

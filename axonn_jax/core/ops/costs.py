@@ -26,7 +26,7 @@ Row = tuple[str, Phase, Kind, Axes, int, int]
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """How a training step runs its layers."""
+    """Settings by which a training step runs its layers."""
 
     microbatches: int = 1
     """Number of microbatches, which run one after the other."""

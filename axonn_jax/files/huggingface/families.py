@@ -57,7 +57,7 @@ class Family:
     """Default of `head_dim`; None: `hidden_size / num_attention_heads`."""
     activations: tuple[str, ...] = ("silu",)
     window: Windows = "none"
-    """How config.json describes a sliding window."""
+    """Form in which config.json describes a sliding window."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json and the only value of each that is supported."""
     experts: bool = False
