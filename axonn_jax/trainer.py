@@ -125,8 +125,12 @@ class Trainer:
                 self.engine, self._numbers, self._fitting = engine, engine.numbers, fitting
             elif grid.shape.pipe > 1:
                 from axonn_jax.pipe.engine import PipelineEngine
+                from axonn_jax.pipe.token_job import token_job
 
-                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **job_options)
+                clip = job_options.pop("clip")
+                self.engine = PipelineEngine(
+                    token_job(model, optimizer, grid, pipeline=pipeline, **job_options), clip=clip, seed=seed
+                )
             else:
                 job = model_job(model, optimizer, grid, tensor=tensor, **job_options)
                 self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)

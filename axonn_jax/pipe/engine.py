@@ -2,39 +2,31 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import reduce
 from math import inf, isfinite, sqrt
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
 
 from axonn_jax.core.checkpoint.naming import State
 from axonn_jax.core.distributed.heartbeat import Heartbeat
-from axonn_jax.core.engines.engine import TokenBatches
-from axonn_jax.core.engines.optimizer import check_optimizer
-from axonn_jax.core.engines.step import StepMetrics, masters
-from axonn_jax.core.grid import Grid
+from axonn_jax.core.engines.step import StepMetrics
+from axonn_jax.core.errors import UserError
 from axonn_jax.core.memory.optimizer_state import clip_factor
-from axonn_jax.core.models.protocol import check_model
-from axonn_jax.core.models.vocabulary import fit_vocabulary, padding_of, without_padding
-from axonn_jax.core.pruned.config import PruneConfig
-from axonn_jax.core.settings import MemoryConfig, PipelineConfig
-from axonn_jax.core.state.param_store import ParamStore
-from axonn_jax.core.state.published_matrices import published_matrices
-from axonn_jax.core.tensor.params import Params, abstract_module, shapes_of, split_module
+from axonn_jax.core.models.vocabulary import without_padding
+from axonn_jax.core.state.param_store import ParamStore, Read
+from axonn_jax.core.tensor.params import Params
 from axonn_jax.pipe.channels.choice import choose
-from axonn_jax.pipe.engine_state import PipelineState
+from axonn_jax.pipe.engine_state import PipelineState, global_shapes
+from axonn_jax.pipe.job import PipelineJob
 from axonn_jax.pipe.schedule.dispatcher import OrderedDispatcher, forward_only
 from axonn_jax.pipe.schedule.message_driven import dispatcher_of
-from axonn_jax.pipe.schedule.policies import ByArrival, may_split, policy_of
+from axonn_jax.pipe.schedule.policies import ByArrival
 from axonn_jax.pipe.stages import build
-from axonn_jax.pipe.stages.cut import check_pipeline
-from axonn_jax.pipe.stages.trace import StepShape
 from axonn_jax.pipe.timeline.picture import draw
 from axonn_jax.pipe.timeline.spans import collect
 from axonn_jax.pipe.timeline.trace import TIMELINE, write_trace
@@ -46,57 +38,43 @@ _SHAPES = 4
 class PipelineEngine:
     """Engine of a model whose layers are spread over the ranks of a pipe; see `engine.Engine` for each member.
 
-    `model` is a `models.protocol.Model`. The optimizer must treat every parameter independently; the loss, the
-    gradients' global norm and clipping are those of the full model. Metrics are host numbers.
+    The optimizer must treat every parameter independently; the loss, the gradients' global norm and clipping are those
+    of the full model. Metrics are host numbers.
     """
 
-    def __init__(
-        self,
-        model: nnx.Module | Callable[[], nnx.Module],
-        optimizer: optax.GradientTransformation,
-        grid: Grid,
-        *,
-        microbatches: int,
-        clip: float,
-        seed: int,
-        memory: MemoryConfig,
-        pipeline: PipelineConfig,
-        prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
-    ):
-        def fitted() -> nnx.Module:
-            module: Any = check_model(model if isinstance(model, nnx.Module) else model())
-            return fit_vocabulary(module, grid.shape)
-
-        module = fitted() if isinstance(model, nnx.Module) else None
-        abstract, source = (abstract_module(fitted), fitted) if module is None else (module, module)
-        checked, self._padding, split = check_model(abstract), padding_of(abstract), split_module(abstract)
-        checked.check_grid(grid.shape)
-        may = may_split(pipeline.split_backward, memory.activations)
-        self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
-        self._segments = list(checked.segments)
-        self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
-        self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
-        check_optimizer(optimizer, checked, split, memory, prune)
-        optimizer = published_matrices(optimizer, abstract, split.trained)
-        if counts := checked.counts(split.loads):
-            optimizer = counts.optimizer(optimizer)
-        self.precisions = replace(masters(memory, grid, separate=prune.prunes)[2], wide=frozenset(split.roles))
-        self.parts = shapes_of(split, self.precisions.compute if split.adapters else self.precisions.weights)
-        self._clip, self._memory, self._seed, self._keyed, self._counts = clip, memory, seed, checked.drops_out, counts
+    def __init__(self, job: PipelineJob, *, clip: float, seed: int):
+        self.grid, self.batches, self.job, self.parts = job.grid, job.batches, job, job.parts
+        self._clip, self._seed = clip, seed
         self.steps_done = 0
-        self._pipes: dict[tuple[int, int], build.CompiledPipeline] = {}  # LRU cache by batch shape, latest last
+        self._pipes: dict[Hashable, build.CompiledPipeline] = {}  # LRU cache by the batch's form, latest last
         self._half_done: Literal["", "tasks", "update"] = ""  # the phase of a step that an exception interrupted
-        self._channel = choose(pipeline.channel, grid.size)
-        self._links = build.connect(grid, self.policy, pipeline.stall_timeout)
+        self._channel = choose(job.pipeline.channel, job.grid.size)
+        self._links = build.connect(job.grid, job.policy, job.pipeline.stall_timeout)
         self.heartbeat: Heartbeat | None = self._links.heartbeat
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore[Any]] = {}
-        # Plan for a tiny batch: the assignment of parameters to stages does not depend on the batch.
-        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
-        settings = (optimizer, self.precisions, memory, prune)
-        self._states = PipelineState(self.parts, source, names, grid, *settings, progress=self._at)
-        self.stores, self._scale = self._states.stores, self._states.scale
+        self._placed: PipelineState | None = None
+        self._pending: list[tuple[Read, Callable[[str], bool]]] = []
+        """Loads that wait for the stages to be known."""
+        if job.names is not None:
+            self._place()
         self._links.status.now("between steps")
+
+    def _place(self) -> None:
+        """Create the state of this process's stages, once they are known, and load what has been asked for."""
+        assert self.job.names is not None
+        self._placed = PipelineState(self.job, self.job.names, progress=self._at)
+        self.stores = self._placed.stores
+        pending, self._pending = self._pending, []
+        for read, should_load in pending:
+            self._placed.load(read, should_load)
+
+    @property
+    def _states(self) -> PipelineState:
+        if self._placed is None:
+            accepted = "a step or an evaluation first: a batch shows which parameters each stage of your model reads"
+            raise UserError("trainer", "without a batch so far", accepted)
+        return self._placed
 
     @property
     def params(self) -> Params:
@@ -104,7 +82,7 @@ class PipelineEngine:
         return self._states.params
 
     def merged(self, params: Params) -> Any:  # noqa: D102
-        return self.parts.merge(params)
+        return self.job.model(params, self._states.carried)
 
     @property
     def opt_state(self) -> Any:
@@ -119,68 +97,87 @@ class PipelineEngine:
     def compiled_step(self, batch: np.ndarray) -> None:
         """Return None, since a pipeline has no single program of a step."""
 
-    def step(self, batch: np.ndarray) -> StepMetrics:
-        """Run an optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
+    def step(self, batch: Any) -> StepMetrics:
+        """Run an optimizer step on this process's rows of a global batch.
 
         Waits for the gradients, since clipping needs all stages' norms; the update may still be running on return.
-        Messages: activations between neighboring stages, [sequences, seq, hidden] in the compute dtype each way per
-        microbatch; per step, 24 bytes per rank and a tied table's gradient. Collectives: `StageProgram.gradients`.
+        Messages: activations between neighboring stages, each way per microbatch (of a transformer [sequences, seq,
+        hidden] in the compute dtype); per step, 24 bytes per rank and a tied table's gradient. Collectives:
+        `StageProgram.gradients`.
         """
         with self._started(batch) as (pipe, microbatches):
             return self._run(pipe, microbatches)
 
-    def _run(self, pipe: build.CompiledPipeline, microbatches: list[np.ndarray]) -> StepMetrics:
-        status, sync, step, scale = self._links.status, self._links.sync, self.steps_done + 1, self._scale.factor
+    def _run(self, pipe: build.CompiledPipeline, microbatches: list[Any]) -> StepMetrics:
+        states = self._states
+        status, sync, step, scale = self._links.status, self._links.sync, self.steps_done + 1, states.scale.factor
         for pp_rank, rank in pipe.ranks.items():
-            key = rank.key(self._seed, self.steps_done) if self._keyed else None
+            key = rank.key(self._seed, self.steps_done) if self.job.draws else None
             rank.begin(self.stores[pp_rank].weights, microbatches, key, train=True, scale=scale)
         pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
         begin = time.monotonic()
         status.now(running="the reduction of the gradients")
         grads = {pp_rank: rank.gradients() for pp_rank, rank in pipe.ranks.items()}
-        for name, pp_ranks in self._states.shared.items():
+        for name, pp_ranks in states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
-            received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
-            for pp_rank in list(received):  # pop each, so that its memory is freed once it is added
-                grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
+            local_grads = {pp_rank: grads[pp_rank].pop(name) for pp_rank in pp_ranks if pp_rank in grads}
+            for pp_rank, values in sync.exchange(local_grads, pp_ranks).items():
+                grads[pp_rank][name] = _sum(values)
         measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
         losses, totals = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
             # A stage without counts reports -inf, which the maximum below ignores.
-            totals[pp_rank] = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
+            numbers = (float(square), float(losses[pp_rank]), -inf if count is None else float(count))
+            totals[pp_rank] = (*numbers, *pipe.ranks[pp_rank].numbers())
         status.now(running="the agreement on loss and norm")
-        squares, means, counts = zip(*sync.gathered(totals), strict=True)
+        squares, means, counts, *further = zip(*sync.gathered(totals), strict=True)
         norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
         finite = isfinite(norm) and isfinite(loss)
-        self._scale.tell(finite=finite)
+        states.scale.tell(finite=finite)
         if finite:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             self._half_done = "update"
             for pp_rank, store in self.stores.items():
                 done = store.apply(grads[pp_rank], factor, loss)
+                pipe.ranks[pp_rank].commit()
                 pipe.executor.then(pp_rank, done, "update", "optimizer", step, begin)
         pipe.find_room(self.grid.size)
-        self.steps_done, skipped = self.steps_done + 1, np.int32(self._scale.skipped)
+        self.steps_done, skipped = self.steps_done + 1, np.int32(states.scale.skipped)
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
         metrics |= {} if scale is None else {"loss_scale": np.float32(scale)}
-        if self._counts is not None:
-            metrics[self._counts.metric] = np.float32(max(counts))
+        metrics |= self.job.metrics([sum(values) for values in further])
+        if self.job.counts is not None:
+            metrics[self.job.counts.metric] = np.float32(max(counts))
         return metrics
 
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return {pp_rank: store.memory() for pp_rank, store in self.stores.items()}
 
-    def mean_loss(self, batch: np.ndarray) -> tuple[float, float]:  # noqa: D102
+    def mean_loss(self, batch: Any) -> tuple[float, float]:  # noqa: D102
+        loss, targets, _ = self.numbers(batch)
+        return loss, targets
+
+    def numbers(self, batch: Any, loss: Any = None) -> tuple[float, float, Any]:
+        """Return the mean loss of a batch, its weight and auxiliary numbers.
+
+        Raises:
+            UserError: Another loss than the job's is asked for.
+        """
+        if loss is not None:
+            accepted = "the trainer's own in a pipeline, whose stages are cut from it; trainer.model computes others"
+            raise UserError("evaluate: loss", getattr(loss, "__name__", type(loss).__name__), accepted)
         with self._started(batch) as (pipe, microbatches):
             for pp_rank, rank in pipe.ranks.items():
                 rank.begin(self.stores[pp_rank].weights, microbatches, None, train=False)
-            orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
+            orders = {pp_rank: forward_only(self.job.shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             self._links.status.now(running="the agreement on the loss")
-            totals = {pp_rank: (float(rank.loss), rank.targets) for pp_rank, rank in pipe.ranks.items()}
-            means, targets = zip(*self._links.sync.gathered(totals), strict=True)
-            return sum(means), sum(targets)
+            totals = {
+                pp_rank: (float(rank.loss), rank.targets, *rank.numbers()) for pp_rank, rank in pipe.ranks.items()
+            }
+            means, targets, *further = zip(*self._links.sync.gathered(totals), strict=True)
+            return sum(means), sum(targets), self.job.metrics([sum(values) for values in further]).get("aux", {})
 
     def finite(self) -> bool:  # noqa: D102
         return all(store.finite() for store in self.stores.values())
@@ -189,11 +186,17 @@ class PipelineEngine:
         return self._states.saved()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        return without_padding(self._states.shapes(), self._padding)
+        return without_padding(global_shapes(self.job), self.job.padding)
 
     def load(self, read: Callable[[State], State], should_load: Callable[[str], bool] = lambda name: True) -> None:
-        """Replace the arrays whose names pass `should_load` by those `read` returns; calls `read` once per rank."""
-        self._states.load(read, should_load)
+        """Replace the arrays whose names pass `should_load` by those `read` returns; calls `read` once per rank.
+
+        Where a batch has to show the stages first, `read` is called then.
+        """
+        if self._placed is None:
+            self._pending.append((read, should_load))
+            return
+        self._placed.load(read, should_load)
         # The programs were compiled for the layout of the previous masks.
         if any(store.forms for store in self.stores.values()):
             self._close_pipes()
@@ -206,7 +209,7 @@ class PipelineEngine:
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines of text about the segments and parameters of every stage, and about the schedule."""
-        return build.describe(self._segments, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
+        return self.job.lines(self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
         """Write timeline.json and timeline.png of the last steps; every process of the run must call it."""
@@ -221,42 +224,38 @@ class PipelineEngine:
     def _at(self, text: str) -> None:
         self._links.status.now(running=text)
 
-    def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
-        rows, width = self.batches.global_rows(batch) // self.batches.microbatches, batch.shape[1]
+    def _prepare(self, batch: Any) -> tuple[build.CompiledPipeline, list[Any]]:
         if self._half_done:
             self._recover()
-        pipe = self._pipes.pop((rows, width), None)
+        self.job.settle(batch)
+        if self._placed is None:
+            self._place()
+        form = self.job.form_of(batch)
+        pipe = self._pipes.pop(form, None)
         if pipe is None:
             while len(self._pipes) >= _SHAPES:
                 self._pipes.pop(next(iter(self._pipes))).free()
-            pipe = self._make_pipe(rows, width)
-        self._pipes[rows, width] = pipe
-        return pipe, list(batch.reshape(self.batches.microbatches, -1, width))
+            pipe = self._make_pipe(batch)
+        self._pipes[form] = pipe
+        return pipe, self.job.microbatches(batch)
 
     def _close_pipes(self) -> None:
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
 
-    def _make_pipe(self, rows: int, width: int) -> build.CompiledPipeline:
-        self._links.status.now("compiling")
+    def _make_pipe(self, batch: Any) -> build.CompiledPipeline:
+        status = self._links.status
+        status.now("compiling")
         try:
-            return build.CompiledPipeline(
-                self._plan(rows, width),
-                self.grid,
-                self.pipe_shape,
-                self._links,
-                {pp_rank: store.placement.state_specs for pp_rank, store in self.stores.items()},
-                self._states.shared,
-                channel=self._channel,
-                policy=self.policy,
-                bucket=self._memory.bucket,
-            )
+            # A stage may take minutes to compile: tell the heartbeat that this process is alive.
+            ranks = self.job.compile(batch, self._states, status.now)
+            return build.CompiledPipeline(ranks, self.job.shape, self._links, self._channel)
         finally:
-            self._links.status.now("between steps")
+            status.now("between steps")
 
     @contextlib.contextmanager
-    def _started(self, batch: np.ndarray) -> Iterator[tuple[build.CompiledPipeline, list[np.ndarray]]]:
+    def _started(self, batch: Any) -> Iterator[tuple[build.CompiledPipeline, list[Any]]]:
         prepared = self._prepare(batch)
         self._half_done = "tasks"
         try:
@@ -280,21 +279,15 @@ class PipelineEngine:
             pipe.open()
         self._half_done = ""
 
-    def _plan(self, rows: int, width: int) -> build.Plan:
-        dtypes, sizes = self.precisions, (rows, width, self.batches.microbatches)
-        shape = StepShape(*sizes, dtypes.compute, self._memory.activations, dtypes.grad_dtype)
-        forms = {pp_rank: store.forms for pp_rank, store in self.stores.items()}
-        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, forms)
-
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
+        shape, policy = self.job.shape, self.job.policy
         if (leader := self._links.leader) is not None and not leader.leads:
-            return OrderedDispatcher(self.pipe_shape, pp_rank)
+            return OrderedDispatcher(shape, pp_rank)
         room = pipe.room.get(pp_rank, 0)  # unknown, hence 0, until the first step has shown how much memory is free
-        policy = self.policy.within(self.pipe_shape, room) if isinstance(self.policy, ByArrival) else self.policy
-        return dispatcher_of(self.pipe_shape, pp_rank, policy)
+        return dispatcher_of(shape, pp_rank, policy.within(shape, room) if isinstance(policy, ByArrival) else policy)
 
 
 @jax.jit
-def _add(mine: jax.Array, received: jax.Array) -> jax.Array:
-    # Bitwise equal on both ranks, whose copies must not diverge, since adding two numbers commutes.
-    return mine + received
+def _sum(values: list[jax.Array]) -> jax.Array:
+    # Bitwise equal on all ranks, whose copies must not diverge, since all add in the order of the ranks.
+    return reduce(add, values)

@@ -1,29 +1,28 @@
 """State of a pipelined model in this process: a parameter store for each local rank of the pipe."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from axonn_jax.core.checkpoint.naming import State
-from axonn_jax.core.grid import Grid
+from axonn_jax.core.checkpoint.naming import CARRIED, State
 from axonn_jax.core.memory.host_arrays import materialize
 from axonn_jax.core.memory.offload import OffloadedOptimizer
 from axonn_jax.core.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.core.memory.optimizer_traits import check_separable
-from axonn_jax.core.memory.precision import HostScale, Precisions, on_mesh
+from axonn_jax.core.memory.precision import HostScale, on_mesh
 from axonn_jax.core.memory.zero import split_over_replicas
 from axonn_jax.core.models.stacked import unstacked
-from axonn_jax.core.pruned.config import PruneConfig
 from axonn_jax.core.pruned.layout import PrunedLayout
 from axonn_jax.core.pruned.prune import Pruner, prunable
-from axonn_jax.core.settings import MemoryConfig
 from axonn_jax.core.state.param_store import ParamPlan, ParamStore, Read, state_shapes
-from axonn_jax.core.tensor.params import Params, Specs, SplitModule, split_module
+from axonn_jax.core.tensor.params import Params, Specs, SplitModule, place_params, split_module
+from axonn_jax.pipe.job import PipelineJob
 from axonn_jax.pipe.stages import build
 
 
@@ -31,69 +30,53 @@ class PipelineState:
     """State of this process's ranks of the pipe.
 
     Args:
-        parts: The full model, with abstract parameters.
-        model: The model, or a function that builds it, of which only the local ranks' parameters are allocated.
+        job: The model and its settings.
         names: Parameters of every rank of the pipe. Those of several ranks are initialized and updated by separate
             programs, the same on each of these ranks, so that their copies stay equal to the bit.
-        grid: Grid of the run.
-        optimizer: Optimizer for parameters under the model's names.
-        precisions: Dtypes of the run.
-        memory: Table [memory].
-        prune: Table [prune].
         progress: Called with a line of text before each bucket of an offloaded update.
     """
 
-    def __init__(
-        self,
-        parts: SplitModule,
-        model: nnx.Module | Callable[[], nnx.Module],
-        names: Sequence[Sequence[str]],
-        grid: Grid,
-        optimizer: optax.GradientTransformation,
-        precisions: Precisions,
-        memory: MemoryConfig,
-        prune: PruneConfig,
-        *,
-        progress: Callable[[str], None],
-    ):
-        self._parts, self._names, self._optimizer, self._precisions = parts, names, optimizer, precisions
-        self._memory, self._progress = memory, progress
-        abstract: Any = parts.merge(parts.params)
-        self._pruned = prunable(parts, abstract.layer_list) if prune.prunes else []
-        self.scale = HostScale(scaled=precisions.scaled)
+    def __init__(self, job: PipelineJob, names: Sequence[Sequence[str]], *, progress: Callable[[str], None]):
+        parts, memory, prune, optimizer = job.parts, job.memory, job.prune, job.optimizer
+        self._job, self._names, self._progress = job, names, progress
+        pruned = pruned_names(job)
+        self.scale = HostScale(scaled=job.precisions.scaled)
         replicated = build.shared(names)
         self.shared = {name: pp_ranks for name, pp_ranks in replicated.items() if name in parts.trained}
-        """The ranks of each trained parameter that two ranks of the pipe hold."""
+        """The ranks of each trained parameter that several ranks of the pipe hold."""
         self.stores: dict[int, ParamStore[ParamPlan]] = {}
-        for pp_rank, mesh in grid.meshes.items():
+        self.carried_by_rank: dict[int, Params] = {}
+        """Model state that is no parameter and that steps change, [replicas, ...], by rank and name."""
+        for pp_rank, mesh in job.grid.meshes.items():
             stage_params = {name: parts.params[name] for name in names[pp_rank]}
             stage = parts._replace(params=stage_params, specs={name: parts.specs[name] for name in stage_params})
             check_separable(optimizer, parts.trained, list(stage.trained))
             rank_replicated = stage_params.keys() & replicated.keys()
             self.stores[pp_rank] = ParamStore(
-                _place_params(model, stage.specs, mesh, rank_replicated),
+                job.place(stage.specs, mesh, rank_replicated),
                 optimizer,
-                self._build(stage, rank_replicated, mesh, split=memory.zero > 0 and grid.shape.replicas > 1),
-                Pruner(prune, self._pruned, stage.specs, mesh) if prune.prunes else None,
-                owned=not isinstance(model, nnx.Module),
-                dtype=precisions.compute,
+                self._build(stage, rank_replicated, mesh, split=memory.zero > 0 and job.grid.shape.replicas > 1),
+                Pruner(prune, pruned, stage.specs, mesh) if prune.prunes else None,
+                owned=job.owned,
+                dtype=job.precisions.compute,
             )
+            self.carried_by_rank[pp_rank] = job.place_state(pp_rank)
 
     def _build(
         self, stage: SplitModule, shared: Collection[str], mesh: Mesh, *, split: bool
     ) -> Callable[[PrunedLayout | None], ParamPlan]:
         sizes = {name: p.shape for name, p in stage.trained.items()}
-        trained = {name: stage.specs[name] for name in sizes}
+        trained, memory = {name: stage.specs[name] for name in sizes}, self._job.memory
 
         def build(forms: PrunedLayout | None) -> ParamPlan:
             shapes = sizes if forms is None else sizes | forms.value_shapes
             specs = split_over_replicas(shapes, trained, mesh) if split else trained
-            settings = (self._precisions, self._memory.bucket, forms)
-            update = DeviceOptimizer(self._optimizer, mesh, shapes, trained, specs, *settings)
+            settings = (self._job.precisions, memory.bucket, forms)
+            update = DeviceOptimizer(self._job.optimizer, mesh, shapes, trained, specs, *settings)
             # With adapters, all weights of a rank may be frozen, and there is nothing to offload.
-            if self._memory.offload == "none" or not sizes:
+            if memory.offload == "none" or not sizes:
                 return ParamPlan(unstacked(stage), update)
-            resident = self._memory.resident_bytes
+            resident = memory.resident_bytes
             offloaded = OffloadedOptimizer(update, resident=resident, shared=shared, progress=self._progress)
             return ParamPlan(unstacked(stage), offloaded)
 
@@ -112,6 +95,12 @@ class PipelineState:
         """Optimizer state by rank."""
         return {pp_rank: materialize(store.opt_state) for pp_rank, store in self.stores.items()}
 
+    @property
+    def carried(self) -> Params:
+        """This process's model state that is no parameter, by name."""
+        by_rank = sorted(self.carried_by_rank.items(), reverse=True)
+        return {name: value[0] for _, state in by_rank for name, value in state.items()}
+
     def by_rank(self) -> dict[int, State]:
         """Return the state that training changes, by rank and checkpoint name."""
         return {
@@ -125,36 +114,83 @@ class PipelineState:
         elsewhere = {name for pp_rank in range(min(self.stores)) for name in self._shapes(pp_rank)}
         last_first = sorted(self.by_rank().items(), reverse=True)
         merged = {name: value for _, state in last_first for name, value in state.items()}
+        elsewhere |= {CARRIED + name for pp_rank in range(min(self.stores)) for name in self._job.state_names(pp_rank)}
+        merged |= {CARRIED + name: value for name, value in self.carried.items()}
         return {name: value for name, value in merged.items() if name not in elsewhere}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return global shapes of the full model's state, over all ranks."""
-        ranks = range(len(self._names))
-        return {name: value.shape for pp_rank in ranks for name, value in self._shapes(pp_rank).items()}
 
     def load(self, read: Read, should_load: Callable[[str], bool]) -> None:
         """Replace the arrays whose names pass `should_load` by those `read` returns; calls `read` once per rank."""
         scale = self.scale.state
         for store in self.stores.values():
             self.scale.restore(store.load(read, should_load, on_mesh(scale, store.mesh)))
+        for pp_rank, state in self.carried_by_rank.items():
+            layout = NamedSharding(self.stores[pp_rank].mesh, P())
+            forms: State = {
+                CARRIED + name: jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=layout)  # type: ignore[misc]
+                for name, value in state.items()
+                if should_load(CARRIED + name)
+            }
+            for name, value in (read(forms) if forms else {}).items():
+                old = state[name.removeprefix(CARRIED)]
+                state[name.removeprefix(CARRIED)] = jax.device_put(jnp.broadcast_to(value, old.shape), old.sharding)
 
     def _shapes(self, pp_rank: int) -> State:
-        trained = self._parts.trained
-        sizes = {name: trained[name].shape for name in self._names[pp_rank] if name in trained}
-        params: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
-        return state_shapes(params, self._optimizer, self.scale.state, [n for n in self._pruned if n in sizes])
+        return _shapes(self._job, self._names[pp_rank])
 
 
-def _place_params(model: Any, specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+def pruned_names(job: PipelineJob) -> Sequence[str]:
+    """Return the names of the pruned parameters of the full model."""
+    if not job.prune.prunes:
+        return ()
+    abstract: Any = job.parts.merge(job.parts.params)
+    return prunable(job.parts, abstract.layer_list)
+
+
+def global_shapes(job: PipelineJob) -> dict[str, tuple[int, ...]]:
+    """Return global shapes of the full model's state, over all ranks, by checkpoint name."""
+    arrays = _shapes(job, job.parts.params) | {CARRIED + name: value for name, value in job.state.items()}
+    return {name: value.shape for name, value in arrays.items()}
+
+
+def _shapes(job: PipelineJob, names: Iterable[str]) -> State:
+    trained, scale = job.parts.trained, HostScale(scaled=job.precisions.scaled).state
+    sizes = {name: trained[name].shape for name in names if name in trained}
+    params: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
+    return state_shapes(params, job.optimizer, scale, [n for n in pruned_names(job) if n in sizes])
+
+
+def place_module(
+    model: nnx.Module | Callable[[], nnx.Module], specs: Specs, mesh: Mesh, shared: Collection[str]
+) -> Params:
+    """Return the parameters of a rank on its mesh.
+
+    Args:
+        model: The module, or a function that builds it, of which only these parameters are allocated.
+        specs: Layouts by name.
+        mesh: Mesh of the rank.
+        shared: Names of the parameters that other ranks hold too.
+    """
     if isinstance(model, nnx.Module):
         params = split_module(model).params
-        return jax.device_put({name: params[name] for name in shardings}, shardings)
+        return place_params({name: params[name] for name in specs}, specs, mesh)
+    return create_params(lambda: split_module(model()).params, specs, mesh, shared)
+
+
+def create_params(make: Callable[[], Params], specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+    """Return some of the parameters that a function makes, of which only these are allocated, on a mesh.
+
+    Args:
+        make: Function that makes all parameters by name.
+        specs: Layouts of the ones to return.
+        mesh: The mesh.
+        shared: Names of the parameters that other ranks of the pipe hold too.
+    """
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
     # Under jit, so that only this rank's shards are ever allocated.
     def create(layouts: dict[str, NamedSharding]) -> Params:
         def stage_params() -> Params:
-            params = split_module(model()).params
+            params = make()
             return {name: params[name] for name in layouts}  # XLA drops unused results
 
         return jax.jit(stage_params, out_shardings=layouts)()  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,13 +86,13 @@ class LocalSync(HostSync):
         """Return the flag, since there is nobody to wait for."""
         return flag
 
-    def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
-        """Swap arrays between the meshes of ranks `first` and `last`."""
+    def exchange(self, values: Mapping[int, "jax.Array"], pp_ranks: Sequence[int]) -> dict[int, list["jax.Array"]]:
+        """Return the arrays of several pipe ranks, in the order of the ranks, on the mesh of each of them."""
         import jax
 
         return {
-            first: jax.device_put(values[last], values[first].sharding),
-            last: jax.device_put(values[first], values[last].sharding),
+            pp_rank: [value if at == pp_rank else jax.device_put(values[at], value.sharding) for at in pp_ranks]
+            for pp_rank, value in values.items()
         }
 
 
@@ -132,18 +132,17 @@ class MpiSync(HostSync):
         self._pending = (self._comm.Iallreduce(local, total, MPI.MAX), total, local)
         return previous
 
-    def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
-        """Swap two arrays of the same shape and layout between the pipe ranks `first` and `last`.
+    def exchange(self, values: Mapping[int, "jax.Array"], pp_ranks: Sequence[int]) -> dict[int, list["jax.Array"]]:
+        """Exchange arrays of the same shape and layout between pipe ranks.
 
-        Only the processes of these two pipe ranks send anything. Bytes: the local shards, each way.
+        Only the processes of these pipe ranks send anything. Bytes: the local shards, to each of the other ranks.
 
         Args:
-            values: The array of each of the two pipe ranks that this process has.
-            first: One pipe rank.
-            last: The other pipe rank.
+            values: The array of the pipe rank that this process has, by rank; empty if it is none of them.
+            pp_ranks: The pipe ranks.
 
         Returns:
-            The other pipe rank's array, on this one's mesh.
+            The arrays of all these ranks, in their order, on this process's mesh, by its rank.
         """
         import jax
 
@@ -152,17 +151,24 @@ class MpiSync(HostSync):
         if not values:
             return {}
         ((pp_rank, value),) = values.items()
-        peer = last if pp_rank == first else first
+        peers = [peer for peer in pp_ranks if peer != pp_rank]
         form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
         outgoing = [shards.host_bytes(shard) for shard in shards.local_shards(value)]
-        incoming = [shards.empty_bytes(shards.shard_bytes(form)) for _ in outgoing]
-        requests = [self._comm.Irecv(buffer, peer, tag) for tag, buffer in enumerate(incoming)]
-        requests += [self._comm.Isend(buffer, peer, tag) for tag, buffer in enumerate(outgoing)]
+        incoming = {peer: [shards.empty_bytes(shards.shard_bytes(form)) for _ in outgoing] for peer in peers}
+        requests = [
+            self._comm.Irecv(buffer, peer, tag) for peer in peers for tag, buffer in enumerate(incoming[peer])
+        ]
+        requests += [self._comm.Isend(buffer, peer, tag) for peer in peers for tag, buffer in enumerate(outgoing)]
         for request in requests:
             self._wait(request)
         devices = shards.local_devices(value.sharding)
-        received = [shards.from_bytes(buffer, form, device) for buffer, device in zip(incoming, devices, strict=True)]
-        return {pp_rank: shards.rebuild(form, received)}
+        received = {
+            peer: shards.rebuild(
+                form, [shards.from_bytes(b, form, device) for b, device in zip(buffers, devices, strict=True)]
+            )
+            for peer, buffers in incoming.items()
+        }
+        return {pp_rank: [value if peer == pp_rank else received[peer] for peer in pp_ranks]}
 
     @staticmethod
     def _wait(request: "MPI.Request") -> None:

@@ -1,6 +1,6 @@
 """Construction of a pipeline: plans and compiles its stages for a batch shape and connects its processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from axonn_jax.core.distributed.gossip import RankStatus
 from axonn_jax.core.distributed.heartbeat import Heartbeat
 from axonn_jax.core.distributed.host_sync import LocalSync, MpiSync
-from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import Grid
 from axonn_jax.core.memory.report import unused
 from axonn_jax.core.models.declared.segments import Segment
@@ -25,6 +24,7 @@ from axonn_jax.pipe.schedule.policies import ByArrival, Policy
 from axonn_jax.pipe.schedule.tasks import PipelineShape
 from axonn_jax.pipe.stages.executor import Executor
 from axonn_jax.pipe.stages.leader import LeaderBroadcast
+from axonn_jax.pipe.stages.rank_worker import CompiledRanks, RankWorker
 from axonn_jax.pipe.stages.stage import SegmentPrograms, Stage
 from axonn_jax.pipe.stages.trace import Group, StepShape, Stretch, shifted_group, survey
 from axonn_jax.pipe.stages.worker import StageWorker
@@ -90,20 +90,13 @@ def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str,
     return [tuple(dict.fromkeys(name for group in row for name in group.names)) for row in groups]
 
 
-def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Return the parameters that two pipe ranks hold (a tied table), each with its first and its second rank.
-
-    Raises:
-        UserError: More than two ranks hold a parameter.
-    """
+def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several pipe ranks hold, such as a tied table, each with its ranks in order."""
     holders: dict[str, list[int]] = {}
     for pp_rank, rank_names in enumerate(names):
         for name in rank_names:
             holders.setdefault(name, []).append(pp_rank)
-    for name, pp_ranks in holders.items():
-        if len(pp_ranks) > 2:
-            raise UserError(f"parameter {name}", f"used by places {pp_ranks} of the pipe", "use by at most two")
-    return {name: (pp_ranks[0], pp_ranks[1]) for name, pp_ranks in holders.items() if len(pp_ranks) == 2}
+    return {name: tuple(pp_ranks) for name, pp_ranks in holders.items() if len(pp_ranks) > 1}
 
 
 def describe(
@@ -174,40 +167,57 @@ def connect(grid: Grid, policy: Policy, stall_timeout: float) -> Peers:
     return Peers(MpiSync(pipe), heartbeat, status, pipe, leader)
 
 
-class CompiledPipeline:
-    """Compiled programs and connections for batches of one shape."""
+def compile_ranks(
+    stages: Plan,
+    grid: Grid,
+    pipe_shape: PipelineShape,
+    grad_specs: Mapping[int, Specs],
+    shared: Mapping[str, tuple[int, ...]],
+    policy: Policy,
+    bucket: int,
+    alive: Callable[[], None],
+) -> CompiledRanks:
+    """Compile the programs of this process's stages of a planned model.
 
-    def __init__(
-        self,
-        stages: Plan,
-        grid: Grid,
-        pipe_shape: PipelineShape,
-        peers: Peers,
-        grad_specs: Mapping[int, Specs],
-        shared: Mapping[str, tuple[int, int]],
-        *,
-        channel: str,
-        policy: Policy,
-        bucket: int,
-    ):
-        backwards, joins = policy.backwards(pipe_shape), policy.joins(pipe_shape)
-        self.ranks: dict[int, StageWorker] = {}
-        for pp_rank in grid.meshes:
-            compiled: dict[int, SegmentPrograms] = {}
-            stage_of: dict[int, Stage] = {}
-            for stage in pipe_shape.stages_of(pp_rank):
-                # A stage may take minutes to compile: tell the heartbeat that this process is alive.
-                peers.status.now()
-                stage_of[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
-            borrowed = frozenset(name for name, (_, second) in shared.items() if second == pp_rank)
-            specs = grad_specs[pp_rank]
-            self.ranks[pp_rank] = StageWorker(pp_rank, stage_of, specs, bucket=bucket, borrowed=borrowed)
-        arriving = {}
-        for stage, groups in enumerate(stages):
-            form = groups[0].stretch.x or groups[-1].stretch.y
-            if pipe_shape.rank_of(stage) in grid.meshes and form is not None:
-                arriving[stage] = form
-        self._ports = Ports(arriving, pipe_shape.stages)
+    Args:
+        stages: The plan.
+        grid: Grid of the run.
+        pipe_shape: Sizes of the pipeline.
+        grad_specs: Layouts of the reduced gradients, by rank of the pipe and name.
+        shared: Ranks of each parameter that several ranks hold.
+        policy: Policy of the schedule.
+        bucket: Elements of a bucket of the reduction.
+        alive: Called before each stage, which may take minutes.
+    """
+    backwards, joins = policy.backwards(pipe_shape), policy.joins(pipe_shape)
+    workers: dict[int, RankWorker] = {}
+    for pp_rank in grid.meshes:
+        compiled: dict[int, SegmentPrograms] = {}
+        stage_of: dict[int, Stage] = {}
+        for stage in pipe_shape.stages_of(pp_rank):
+            alive()
+            stage_of[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
+        specs = grad_specs[pp_rank]
+        workers[pp_rank] = StageWorker(pp_rank, stage_of, specs, bucket=bucket, borrowed=borrowed(shared, pp_rank))
+    arriving = {}
+    for stage, groups in enumerate(stages):
+        form = groups[0].stretch.x or groups[-1].stretch.y
+        if pipe_shape.rank_of(stage) in grid.meshes and form is not None:
+            arriving[stage] = form
+    return CompiledRanks(workers, arriving)
+
+
+def borrowed(shared: Mapping[str, tuple[int, ...]], pp_rank: int) -> frozenset[str]:
+    """Return the parameters of a rank that an earlier rank holds too, and counts in the gradients' norm."""
+    return frozenset(name for name, pp_ranks in shared.items() if pp_rank in pp_ranks[1:])
+
+
+class CompiledPipeline:
+    """Compiled programs and connections for batches of one form."""
+
+    def __init__(self, ranks: CompiledRanks, pipe_shape: PipelineShape, peers: Peers, channel: str):
+        self.ranks = ranks.workers
+        self._ports = Ports(ranks.arriving, pipe_shape.stages)
         self._pipe_shape, self._peers, self._channel = pipe_shape, peers, channel
         self.room: dict[int, int] = {}
         """By pipe rank, how many microbatches beyond those of 1F1B fit into memory; filled in once a step has run."""

@@ -17,7 +17,7 @@ from axonn_jax.pipe.channels.base import Channel
 from axonn_jax.pipe.schedule.dispatcher import OrderedDispatcher
 from axonn_jax.pipe.schedule.tasks import Message, PipelineShape, Task, sends
 from axonn_jax.pipe.stages.leader import LeaderBroadcast
-from axonn_jax.pipe.stages.worker import StageWorker
+from axonn_jax.pipe.stages.rank_worker import RankWorker
 from axonn_jax.pipe.timeline.spans import KIND_OF, Recorder
 from axonn_jax.pipe.timeline.spans import Kind as SpanKind
 
@@ -53,7 +53,7 @@ class Executor:
 
     def __init__(
         self,
-        ranks: Mapping[int, StageWorker],
+        ranks: Mapping[int, RankWorker],
         pipe_shape: PipelineShape,
         channel: Channel,
         status: RankStatus,

@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.core.memory.host_arrays import HOST, replicated, transferred
 from axonn_jax.core.tensor.params import Params, evaluating
 from axonn_jax.pipe.schedule.policies import Backwards
-from axonn_jax.pipe.stages.stage_programs import Result, StagePrograms
+from axonn_jax.pipe.stages.region import LocalShards
+from axonn_jax.pipe.stages.stage_programs import Result, StageFunction, StagePrograms
 from axonn_jax.pipe.stages.trace import (
     DY,
     LAYER_OFFSET,
     TOKENS,
     Group,
     Stretch,
+    Traced,
     X,
     boundary_struct,
     trace_forward_backward,
@@ -52,13 +54,24 @@ class SegmentPrograms:
         """Shape and layout of the last stretch's forward result: sums over each device's own targets."""
         self.joins = stretch.last and joins
         """True if a forward and its backward are one program."""
-        goals, combined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
-        self.chain = StagePrograms(stretch, traced, goals, gradients, self.sums, combined)
+        goals, combined = goals_of(backwards, [0], [] if stretch.first else [1], list(gradients), joins=self.joins)
+        region = LocalShards(stretch.mesh)
+        function = stage_function(stretch, traced, gradients)
+        self.chain = StagePrograms(function, region, goals, self.sums, stretch.work.activations, combined)
         # Evaluation runs without dropout, so it needs a trace of its own only if training differs from it.
         plain = replace(stretch, keyed=False, parts=evaluating(stretch.parts))
         if stretch.keyed or plain.parts is not stretch.parts:
             traced = trace_forward_backward(plain)
-        self.evaluation = StagePrograms(plain, traced, {"F": [0]}, {}, {})
+        function = stage_function(plain, traced, {})
+        self.evaluation = StagePrograms(function, region, {"F": [0]}, {}, stretch.work.activations)
+
+
+def stage_function(stretch: Stretch, traced: Traced, gradients: Mapping[int, str]) -> StageFunction:
+    """Return the traced forward and backward pass of a stretch with the roles of its inputs and results."""
+    loss = traced.closed.jaxpr.outvars[0].aval
+    heads = {0: boundary_struct(loss, stretch.mesh) if stretch.last else stretch.y}
+    heads |= {} if stretch.x is None else {1: stretch.x}
+    return StageFunction(traced, stretch.all_inputs, stretch.names, heads, gradients, stretch.last)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -207,17 +220,24 @@ class _Member:
         return {**inputs, **params, **arrived, **self._fixed}
 
 
-def _goals(
-    backwards: Backwards, dx: list[int], dw: list[int], *, joins: bool
+def goals_of(
+    backwards: Backwards, forward: list[int], dx: list[int], dw: list[int], *, joins: bool
 ) -> tuple[dict[str, list[int]], dict[str, tuple[str, ...]]]:
     """Return the output positions of each program, and the programs that combine two of these.
 
     Where both variants of the backward exist, "B" is "I" and "W" in one program rather than a cut of its own, so that
     both variants take the same residuals from the forward.
+
+    Args:
+        backwards: Variants of the backward pass.
+        forward: Positions of the forward pass's results.
+        dx: Position of the gradient of the incoming activations, if there are any.
+        dw: Positions of the gradients of the parameters.
+        joins: True if a forward and its backward are one program.
     """
-    first = {"F": [0], "I": dx} if not joins else {"FI": [0, *dx]}
+    first = {"F": forward, "I": dx} if not joins else {"FI": [*forward, *dx]}
     combined = "FB" if joins else "B"
     if backwards == "whole":
-        return ({"FB": [0, *dx, *dw]} if joins else {"F": [0], "B": dx + dw}), {}
+        return ({"FB": [*forward, *dx, *dw]} if joins else {"F": forward, "B": dx + dw}), {}
     *_, input_gradient = first
     return {**first, "W": dw}, {combined: (input_gradient, "W")} if backwards == "both" else {}

@@ -1,6 +1,7 @@
 """Programs of a microbatch, run in sequence and compiled from the parts of one trace."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.core.backend.small_products import compile_traced
-from axonn_jax.core.tensor.specs import shard_mapped
+from axonn_jax.core.options import Activations
 from axonn_jax.pipe.stages.partition_jaxpr import cut, keeps
-from axonn_jax.pipe.stages.trace import Stretch, Traced, boundary_struct
+from axonn_jax.pipe.stages.region import Region
+from axonn_jax.pipe.stages.trace import Traced
 
 
 class Result(NamedTuple):
@@ -21,6 +22,8 @@ class Result(NamedTuple):
     """Activations or gradient for a neighbouring stage."""
     loss: jax.Array | None
     """Sum of losses, unreduced (see `SegmentPrograms.losses`); set by a last stage's program that has a forward."""
+    further: dict[int, jax.Array]
+    """Other results of the forward pass, by their position among the traced function's."""
     sums: dict[str, jax.Array]
     done: jax.Array
     """Array that is ready once the program has run; never donated."""
@@ -42,25 +45,47 @@ class _StageProgram(NamedTuple):
     """Output positions of its other results: 0 is the forward result, 1 the gradient of the input."""
 
 
+@dataclass(frozen=True)
+class StageFunction:
+    """Forward and backward pass of a stage, traced as one function, with the roles of its inputs and results."""
+
+    traced: Traced
+    inputs: Mapping[str, Any]
+    """Shape and layout of every input by name; an input may be a pytree."""
+    params: Collection[str]
+    """Names of the inputs that are parameters: what depends on these alone is computed again in each program."""
+    heads: Mapping[int, jax.ShapeDtypeStruct]
+    """Shape and layout of each result that is no gradient of a parameter: 0 is the loss of a last stage, else the
+    outgoing activations; 1 the gradient of the incoming ones; any others are `further`."""
+    gradients: Mapping[int, str]
+    """Parameters whose gradients the results are, by position."""
+    last: bool
+    """True if the first result is a loss."""
+    boxed: frozenset[int] = frozenset()
+    """Results, beside the loss, of which every device has its own: they get a leading dim, as residuals do."""
+    further: frozenset[int] = frozenset()
+
+
 class StagePrograms:
     """Programs of a microbatch, run in sequence, which hand residuals on; each is a compiled part of one trace."""
 
     def __init__(
         self,
-        stretch: Stretch,
-        traced: Traced,
+        function: StageFunction,
+        region: Region,
         goals: Mapping[str, list[int]],
-        gradients: Mapping[int, str],
         sums: Mapping[str, jax.ShapeDtypeStruct],
+        activations: Activations,
         combined: Mapping[str, tuple[str, ...]] | None = None,
     ):
-        self._stretch, self._traced = stretch, traced
-        self._gradients, self._sums, self._inputs = gradients, sums, list(dict.fromkeys(traced.names))
-        free = [i for i, name in enumerate(traced.names) if name in stretch.names]
+        traced = function.traced
+        self._function, self._region, self._sums = function, region, sums
+        self._inputs = list(dict.fromkeys(traced.names))
+        free = [i for i, name in enumerate(traced.names) if name in function.params]
         # The activation policy limits what a separate forward saves. In "FI" and "FB" the backward follows at once.
-        keep = {"keep": keeps(stretch.work.activations)} if "F" in goals else {}
+        keep = {"keep": keeps(activations)} if "F" in goals else {}
         self._parts = cut(traced.closed, list(goals.values()), free, **keep)
-        self._residuals = [[boundary_struct(var.aval, stretch.mesh) for var in part.residuals] for part in self._parts]
+        self._residuals: list[Any] = [[region.boxed(var.aval) for var in part.residuals] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}
         sequences = {name: (name,) for name in goals} | dict(combined or {})
         self._programs = {
@@ -100,23 +125,25 @@ class StagePrograms:
                 if (source, position) not in program.live:
                     values[position] = None
         results = dict(zip(program.heads, heads, strict=True))
-        loss = results.pop(0, None) if self._stretch.last else None
-        return Result(next(iter(results.values()), None), loss, sums, done)
+        loss = results.pop(0, None) if self._function.last else None
+        further = {i: results.pop(i) for i in self._function.further if i in results}
+        return Result(next(iter(results.values()), None), loss, further, sums, done)
 
     def _compile(self, numbers: tuple[int, ...]) -> _StageProgram:
-        mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
-        structs = jax.tree.leaves([*self._stretch.all_inputs.values()])
+        function, region = self._function, self._region
+        gradients, parts = function.gradients, [self._parts[number] for number in numbers]
+        structs = jax.tree.leaves([*function.inputs.values()])
         positions = list(dict.fromkeys(i for part in parts for i in part.inputs))
         sources = list(dict.fromkeys(pair for part in parts for pair in part.residual_inputs if pair[0] not in numbers))
         adds = any(i in gradients for part in parts for i in part.outputs)
         inputs = [structs[i] for i in positions]
         residual_inputs = [self._residuals[source][position] for source, position in sources]
         sums = dict(self._sums) if adds else {}
-        loss = self._stretch.last
+        boxed = function.boxed | ({0} if function.last else set())
 
         def body(inputs: list[Any], residual_inputs: list[Any], sums: dict[str, Any]) -> tuple[Any, ...]:
             by_position = dict(zip(positions, inputs, strict=True))
-            available = {pair: value[0] for pair, value in zip(sources, residual_inputs, strict=True)}
+            available = {pair: region.unbox(value) for pair, value in zip(sources, residual_inputs, strict=True)}
             heads: list[Any] = []
             residuals: list[Any] = []
             for number, part in zip(numbers, parts, strict=True):
@@ -125,32 +152,24 @@ class StagePrograms:
                 )
                 available |= {(number, position): value for position, value in enumerate(residuals)}
                 values = dict(zip(part.outputs, out, strict=True))
-                added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
+                added = {gradients[i]: region.box(value) for i, value in values.items() if i in gradients}
                 sums = sums | {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
-                heads += [values[i][None] if i == 0 and loss else values[i] for i in part.outputs if i not in gradients]
+                heads += [
+                    region.box(values[i]) if i in boxed else values[i] for i in part.outputs if i not in gradients
+                ]
             # The last result tells that the program has run: unlike the sums it is never donated.
-            return heads, [value[None] for value in residuals], sums, jnp.zeros((), jnp.int32)
+            return heads, [region.box(value) for value in residuals], sums, jnp.zeros((), jnp.int32)
 
-        done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-        arguments = (inputs, residual_inputs, sums)
+        done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(region.mesh, P()))
         head_positions = [i for part in parts for i in part.outputs if i not in gradients]
-        heads = [self._head(i) for i in head_positions]
-        outputs = (heads, self._residuals[numbers[-1]], sums, done)
-        specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
-        run = shard_mapped(body, mesh, specs[0], specs[1])
-        shardings = jax.tree.map(lambda s: s.sharding, outputs)
-        traced = jax.jit(run, donate_argnums=2, out_shardings=shardings).trace(*arguments)
+        outputs = ([function.heads[i] for i in head_positions], self._residuals[numbers[-1]], sums, done)
+        compiled, (_, self._residuals[numbers[-1]], _, _) = region.compile(
+            body, (inputs, residual_inputs, sums), outputs
+        )
         subsequent = self._parts[numbers[-1] + 1 :]
         live = {pair for part in subsequent for pair in part.residual_inputs if pair[0] <= numbers[-1]}
-        reads = frozenset(self._traced.names[i] for part in subsequent for i in part.inputs)
-        return _StageProgram(compile_traced(traced), positions, sources, live, reads, adds, head_positions)
-
-    def _head(self, position: int) -> jax.ShapeDtypeStruct:
-        if position == 0 and self._stretch.last:
-            return boundary_struct(self._traced.closed.jaxpr.outvars[0].aval, self._stretch.mesh)
-        struct = self._stretch.y if position == 0 else self._stretch.x
-        assert struct is not None
-        return struct
+        reads = frozenset(function.traced.names[i] for part in subsequent for i in part.inputs)
+        return _StageProgram(compiled, positions, sources, live, reads, adds, head_positions)
 
 
 def _is_key(struct: jax.ShapeDtypeStruct) -> bool:
