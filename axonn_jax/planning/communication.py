@@ -51,8 +51,6 @@ class StepSpec:
     """Communication of blocks with the residual stream."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Training of experts, with their dispatch."""
-    duplicates: bool = False
-    """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters, which alone are trained if there are any."""
 
@@ -144,6 +142,4 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 def _layers(work: StepSpec) -> tuple[Layer, ...]:
     grid, split = work.grid, work.comm.sequence_split
     at = Place(grid.expert, grid.z, grid.y, grid.x, work.tokens, work.itemsize, split)
-    return describe_trained(
-        work.shape, work.lora, at, work.comm, work.moe, duplicates=work.duplicates, scanned=work.policy.scanned
-    )
+    return describe_trained(work.shape, work.lora, at, work.comm, work.moe, scanned=work.policy.scanned)

@@ -101,8 +101,6 @@ class PlanRequest:
     """True if rows hold several documents, which do not see each other."""
     sub_batches: int = 0
     """Parts of a microbatch's sequences on a device (tensor.sub_batches)."""
-    duplicates: bool = False
-    """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
     def divides(self, share: int, size: int, pipe: int) -> bool:
         """Return True if microbatches of `size` sequences are worth trying, where a device has `share` of the batch.
@@ -136,8 +134,7 @@ class PlanRequest:
             gradient_item=self.gradient_item, density=self.density,
         )  # fmt: skip
         item = itemsize(self.precision)
-        training = (self.moe, self.duplicates, self.lora)
-        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, *training)
+        return StepSpec(self.shape, candidate.grid, sequences, policy, item, comm, self.moe, self.lora)
 
     def schedule(self, candidate: "Candidate") -> Policy:
         """Return the policy of a candidate's pipeline."""

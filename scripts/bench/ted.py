@@ -1,5 +1,6 @@
 """DeepSpeed-TED's published facts (Singh et al., ICS 23) beside what this package's formulas say; no jax."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,9 +12,10 @@ from axonn_jax.core.models.declared.transformer import describe_single_device
 from axonn_jax.core.models.presets import preset
 from axonn_jax.core.ops.costs import StepPolicy
 from axonn_jax.planning import memory
-from axonn_jax.planning.communication import StepSpec, predict
+from axonn_jax.planning.communication import Predicted, StepSpec, predict
 from axonn_jax.planning.cost_model.model import CostModel
 from axonn_jax.planning.machines.machine_file import load_machine
+from axonn_jax.planning.machines.network import GroupLinks
 from axonn_jax.planning.memory_model import MemoryModel
 from axonn_jax.planning.request import NO_OVERLAP, Candidate, MemoryUse, PlanRequest
 
@@ -35,7 +37,8 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """The paper's table."""
     counts = {policy: _collectives(policy) for policy in ("full", "save_collectives")}
-    kept = _sent(duplicates=False) / _sent(duplicates=True)
+    rows = predict(_step("full"))
+    kept = _exchanged(rows) / _exchanged(with_duplicates(rows))
     faster = [gain for _, gain in speedups()]
     tiled = tiled_memory().total / 1e9
     size = preset(f"ted-{BASE}-16e").params() / 1e9
@@ -76,20 +79,41 @@ def speedups() -> list[tuple[str, float]]:
     for y in (2, 4):
         for sequences in (1, 2):
             grid = GridShape(data=128 // (EXPERTS * y), expert=EXPERTS, y=y)
-            seconds = []
-            for duplicates, policy in ((True, "full"), (False, "save_collectives")):
-                request = _request("summit", _BATCH, duplicates)
-                count = _BATCH // grid.batch_shards // sequences
-                candidate = Candidate(grid, count, policy, zero=1)  # type: ignore[arg-type]
-                seconds.append(CostModel(request).estimate(candidate).step_s)
-            gains.append((f"Gt {y}, microbatch {sequences}", seconds[0] / seconds[1] - 1))
+            request, count = _request("summit", _BATCH), _BATCH // grid.batch_shards // sequences
+            before, after = (Candidate(grid, count, policy, zero=1) for policy in ("full", "save_collectives"))
+            rows = predict(request.step(before, _BATCH, request.comm(grid, before.activations)))
+            links, model = GroupLinks(grid, request.machine), CostModel(request)
+            more = _seconds(with_duplicates(rows), links) - _seconds(rows, links)
+            gain = (model.estimate(before).step_s + more) / model.estimate(after).step_s - 1
+            gains.append((f"Gt {y}, microbatch {sequences}", gain))
     return gains
 
 
-def _request(machine: str, batch: int, duplicates: bool = False) -> PlanRequest:
+def with_duplicates(rows: Iterable[Predicted]) -> Iterator[Predicted]:
+    """A step's collectives if devices along `y` all send the tokens that they have in common; `x` is not split.
+
+    Nothing is gathered along `y` then, more is exchanged, and whole results are summed instead of their parts.
+    """
+    rows = list(rows)
+    tensor = max(row.group for row in rows if row.axes == ("y",))
+    for row in rows:
+        if row.name != TOKENS:
+            yield row
+        elif row.kind == "all-to-all":
+            yield row._replace(buffer_bytes=tensor * row.buffer_bytes)
+        elif row.kind == "reduce-scatter":
+            yield row._replace(kind="all-reduce")
+
+
+def _seconds(rows: Iterable[Predicted], links: GroupLinks) -> float:
+    """Seconds of collectives that nothing runs beside."""
+    return sum(float(r.bytes) / links.rate(r.axes) + r.times * links.latency(r.kind, r.axes) for r in rows)
+
+
+def _request(machine: str, batch: int) -> PlanRequest:
     return PlanRequest(
         preset(f"ted-{BASE}-16e"), load_machine(machine), batch, "fp16",
-        gradient_item=2, switches=NO_OVERLAP, moe=CAPACITY, duplicates=duplicates,
+        gradient_item=2, switches=NO_OVERLAP, moe=CAPACITY,
     )  # fmt: skip
 
 
@@ -136,14 +160,14 @@ def larger_models() -> str:
     return ", ".join("/".join(f"{times:.1f}" for times in pair) for pair in pairs)
 
 
-def _step(policy: str, *, duplicates: bool) -> StepSpec:
+def _step(policy: str) -> StepSpec:
     shape, grid = replace(preset(f"ted-{BASE}-16e"), layers=2), GridShape(expert=EXPERTS, y=4)
-    return StepSpec(shape, grid, EXPERTS, StepPolicy(1, policy), 2, moe=CAPACITY, duplicates=duplicates)
+    return StepSpec(shape, grid, EXPERTS, StepPolicy(1, policy), 2, moe=CAPACITY)
 
 
 def _collectives(policy: str) -> tuple[int, int]:
     """All-to-alls, and all-reduces over `y` in the blocks, of a layer with experts."""
-    sent = predict(_step(policy, duplicates=True))
+    sent = list(with_duplicates(predict(_step(policy))))
     exchanged = sum(row.times for row in sent if row.kind == "all-to-all")
     over_y = [row for row in sent if row.kind == "all-reduce" and row.axes == ("y",)]
     # Both layers have as many in attention; the one without experts has three or two in its feed-forward layer.
@@ -152,7 +176,6 @@ def _collectives(policy: str) -> tuple[int, int]:
     return exchanged, reduced
 
 
-def _sent(*, duplicates: bool) -> float:
+def _exchanged(rows: Iterable[Predicted]) -> float:
     """Bytes of all-to-alls."""
-    rows = predict(_step("full", duplicates=duplicates))
     return float(sum(row.bytes for row in rows if row.kind == "all-to-all"))

@@ -124,4 +124,4 @@ def test_published_facts_of_ted():
     assert facts["all-to-alls + all-reduces over y, a layer"] == "6 + 6; kept 4 + 4"
     assert facts["all-to-all bytes without duplicates"] == "0.2500 at Gt = 4"
     assert facts["parameters of the 40B model"] == "38.9B"
-    assert all(gain > 0 for _, gain in ted.speedups())
+    assert facts["40B on 128 V100: faster by both"] == "simulated: 37% to 72% (4 settings)"

@@ -28,9 +28,8 @@ _INNER = ("y", "x")
 
 
 def declare(
-    at: Place, moe: ExpertShape, hidden: int, gates: int, seq_len: int, training: MoeConfig, *, entering: float,
-    duplicates: bool = False,
-) -> Part:  # fmt: skip
+    at: Place, moe: ExpertShape, hidden: int, gates: int, seq_len: int, training: MoeConfig, *, entering: float
+) -> Part:
     """Declare the parameters and operations of `experts.layer.MixtureOfExperts`, without its shared experts.
 
     Args:
@@ -41,7 +40,6 @@ def declare(
         seq_len: Tokens in a sequence.
         training: Dispatch and balance settings.
         entering: Elements of the layer's input saved per token; 0 if shared experts already save it.
-        duplicates: True if devices along `y` all send the tokens they have in common, to compare with TED.
 
     Returns:
         The layer's parameters and its chain of operations.
@@ -59,7 +57,7 @@ def declare(
         Param(f"{ROUTER}.bias", (moe.experts,)),
         *kernels.values(),
     )
-    dispatch = _dispatch(at, moe, hidden, gates, training, duplicates)
+    dispatch = _dispatch(at, moe, hidden, gates, training)
     statistics, width, tokens = elements_of(at, moe, hidden, training)
     saved = {
         "none": statistics + (entering + (gates + 1) * width + tokens) * at.item,
@@ -91,11 +89,9 @@ def _matmuls(at: Place, moe: ExpertShape, hidden: int, gates: int, training: Moe
     return (*[into] * gates, Multiply(rows, ffn, hidden, number))
 
 
-def _dispatch(
-    at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, duplicates: bool
-) -> Iterable[Op]:
+def _dispatch(at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig) -> Iterable[Op]:
     # Mirrors `experts.dispatch.drops_duplicates`; tests compare these operations with the compiled programs' bytes.
-    drops = at.expert > 1 and at.y > 1 and not at.sequence_split and not duplicates
+    drops = at.expert > 1 and at.y > 1 and not at.sequence_split
     split_over_y = at.sequence_split or drops
     sent = at.tokens // (at.y if split_over_y else 1)
     choice_bytes, stream = moe.per_token * FLOAT32, hidden * at.item // at.x

@@ -16,7 +16,7 @@ from axonn_jax.core.ops.layers import Place
 @lru_cache(maxsize=1024)
 def describe_trained(
     shape: ModelShape, lora: LoraConfig, at: Place, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
-    duplicates: bool = False, scanned: bool = False,
+    scanned: bool = False,
 ) -> tuple[Layer, ...]:  # fmt: skip
     """Return every layer of the model, like `models.declared.transformer.describe`, with trained adapters.
 
@@ -29,10 +29,9 @@ def describe_trained(
         at: Place of the layers.
         comm: Communication of the blocks with the residual stream.
         training: Dispatch and balance of experts.
-        duplicates: As in `experts.declare`.
         scanned: True if a scan runs the blocks, so that all of a kind are identical.
     """
-    layers = describe(shape, at, comm, training, duplicates=duplicates)
+    layers = describe(shape, at, comm, training)
     if not lora.adapts:
         return layers
     # The first block is a kind of its own: nothing before its first adapter needs a gradient. Under a scan it shares

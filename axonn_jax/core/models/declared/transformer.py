@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 # A planner's search describes the same grid again for different batch sizes and replicas.
 @lru_cache(maxsize=1024)
 def describe(
-    shape: "ModelShape", at: Place, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
-    duplicates: bool = False,
-) -> tuple[Layer, ...]:  # fmt: skip
+    shape: "ModelShape",
+    at: Place,
+    comm: BlockComm = ALL_REDUCE,
+    training: MoeConfig = MoeConfig(),  # noqa: B008
+) -> tuple[Layer, ...]:
     """Return the layers of the model in the order of the forward pass, with each kind of block once.
 
     Args:
@@ -27,14 +29,10 @@ def describe(
         at: Place of the layers.
         comm: Communication of the blocks with the residual stream.
         training: Dispatch and balance of experts.
-        duplicates: As in `experts.declare`.
     """
     rows = shape.padded_vocab(at.y * at.z)
     first = embedding(at, rows, shape.hidden, shape.seq_len if shape.positions == "learned" else 0)
-    blocks = (
-        merge_parts(halves(shape, layer, at, comm, training, duplicates=duplicates), count)
-        for layer, count in shape.layer_kinds()
-    )
+    blocks = (merge_parts(halves(shape, layer, at, comm, training), count) for layer, count in shape.layer_kinds())
     return (first, *blocks, _last(shape, at, comm, rows))
 
 
@@ -50,12 +48,12 @@ def single_device_place(shape: "ModelShape") -> Place:
 
 def halves(
     shape: "ModelShape", layer: int, at: Place, comm: BlockComm = ALL_REDUCE,
-    training: MoeConfig = MoeConfig(), *, duplicates: bool = False, attention: AttentionKernel = "cudnn",  # noqa: B008
+    training: MoeConfig = MoeConfig(), *, attention: AttentionKernel = "cudnn",  # noqa: B008
 ) -> tuple[Part, Part]:  # fmt: skip
     """Return both halves of a block with their norms and residual additions; arguments are those of `describe`."""
     norm_params, norm_ops = norm(at, "blocks.mlp_norm", shape.hidden, shape.norm)
     if shape.moe is not None and shape.moe.is_routed(layer):
-        params, chains = _experts(shape, shape.moe, at, comm, training, duplicates)
+        params, chains = _experts(shape, shape.moe, at, comm, training)
     else:
         params, chains = _mlp(shape, at, comm, "blocks.mlp", shape.ffn, bias=shape.bias == "all")
     post_params, post_ops = _post_norm(shape, at, "blocks.mlp")
@@ -108,14 +106,12 @@ def _mlp(shape: "ModelShape", at: Place, comm: BlockComm, name: str, ffn: int, *
     return (*gate_params, *up_params, *down_params), (Chain((*up, *gate, activation, *down), result_read=False),)
 
 
-def _experts(
-    shape: "ModelShape", moe: ExpertShape, at: Place, comm: BlockComm, training: MoeConfig, duplicates: bool
-) -> Part:
+def _experts(shape: "ModelShape", moe: ExpertShape, at: Place, comm: BlockComm, training: MoeConfig) -> Part:
     # Shared experts are one feed-forward layer, which saves the input for the routed experts too.
     stream_elements = shape.hidden if comm.mlp else shape.hidden / at.x / (at.y if at.sequence_split else 1)
     params, chains = declare_experts(
         at, moe, shape.hidden, shape.mlp_inputs, shape.seq_len, training,
-        entering=0.0 if moe.shared else stream_elements, duplicates=duplicates,
+        entering=0.0 if moe.shared else stream_elements,
     )  # fmt: skip
     if not moe.shared:
         return params, chains
