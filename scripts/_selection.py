@@ -45,7 +45,7 @@ def selection(paths: Iterable[str], below: dict[str, tuple[str, ...]]) -> set[st
         match path.parts:
             case ("axonn_jax", part, _, *_) if part in below:
                 found |= {f"tests/{name}" for name, parts in below.items() if part in (name, *parts)}
-            case ("tests", folder, _, *_):
+            case ("tests", folder, _, *_) if folder in {*below, *OUTSIDE.values()}:
                 found.add(f"tests/{folder}" if not path.name.startswith("test_") else str(path))
             case ("tests", name) if name.startswith("test_"):
                 pass  # one of ALWAYS

@@ -6,7 +6,7 @@ import os
 import sys
 
 import jax
-from compiled.accounting import account
+from hlo.accounting import account
 
 from axonn_jax.core.adapters.config import LoraConfig
 from axonn_jax.core.experts.shape import MoeConfig

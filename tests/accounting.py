@@ -24,7 +24,7 @@ def case(
 def check(devices, cases):
     """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
     command = [sys.executable, str(ROOT / "tests" / "account_worker.py"), str(devices)]
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts' / 'bench'}"}
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]

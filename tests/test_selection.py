@@ -52,7 +52,9 @@ def test_a_change_needs_the_tests_of_its_part_and_of_those_above(checkout, paths
     assert checkout.selection(paths, BELOW) == {*(f"tests/{folder}" for folder in folders), RULES}
 
 
-@pytest.mark.parametrize("path", ["axonn_jax/__init__.py", "tests/conftest.py", "pyproject.toml", ".ci/run"])
+@pytest.mark.parametrize(
+    "path", ["axonn_jax/__init__.py", "tests/conftest.py", "tests/hlo/program.py", "pyproject.toml", ".ci/run"]
+)
 def test_what_all_parts_stand_on_needs_all_tests(checkout, path):
     assert checkout.selection([path, "axonn_jax/cli/main.py"], BELOW) == set()
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 from accounting import case, check
-from compiled.accounting import Accounting, account
+from hlo.accounting import Accounting, account
 
 from axonn_jax.core.adapters.config import TARGETS
 from axonn_jax.core.errors import UserError

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 import ted
-from compiled.common import keep_recomputation
+from hlo.steps import compile_abstract, keep_recomputation
 from jax.sharding import NamedSharding
 
-from axonn_jax.core.engines.step import abstract, build_step, compile_abstract
+from axonn_jax.core.engines.step import abstract, build_step
 from axonn_jax.core.experts.shape import MoeConfig
 from axonn_jax.core.grid import GridShape, build_grid
 from axonn_jax.core.models.block_comm import BlockComm

@@ -5,10 +5,9 @@ from dataclasses import replace
 import jax
 import optax
 import pytest
-from compiled.common import keep_recomputation
 from flax import nnx
+from hlo.steps import compile_abstract, keep_recomputation
 
-from axonn_jax.core.engines.step import compile_abstract
 from axonn_jax.core.grid import GridShape, build_grid
 from axonn_jax.core.memory.precision import precisions
 from axonn_jax.core.memory.report import state_bytes

@@ -18,22 +18,19 @@ from axonn_jax.core.engines.on_mesh import OnMesh
 from axonn_jax.core.engines.program import StageProgram
 from axonn_jax.core.engines.scan_layers import LAYERS, choose_stack
 from axonn_jax.core.errors import UserError
-from axonn_jax.core.experts.shape import MoeConfig
 from axonn_jax.core.grid import Grid
 from axonn_jax.core.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
 from axonn_jax.core.memory.precision import Precisions, Scale, first_scale, next_scale, on_mesh, precisions
-from axonn_jax.core.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.core.models.config import ModelShape
 from axonn_jax.core.models.protocol import check_model
 from axonn_jax.core.models.stacked import Stack
 from axonn_jax.core.models.transformer import Transformer
 from axonn_jax.core.models.vocabulary import fit_vocabulary
-from axonn_jax.core.options import AttentionKernel, ScanLayers
+from axonn_jax.core.options import ScanLayers
 from axonn_jax.core.pruned.layout import PrunedLayout
 from axonn_jax.core.settings import MemoryConfig, TensorConfig
 from axonn_jax.core.state.scanned import per_layer
-from axonn_jax.core.tensor.kernel_choice import Tiles
-from axonn_jax.core.tensor.params import Params, SplitModule, key_of, split_module
+from axonn_jax.core.tensor.params import Params, SplitModule, key_of
 from axonn_jax.core.tensor.weight_gather import Weights
 
 StepMetrics = dict[str, Any]
@@ -268,30 +265,3 @@ def build_step(
         sub_batches=tensor.sub_batches,
     )
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip)
-
-
-def compile_abstract(
-    shape: ModelShape,
-    grid: Grid,
-    optimizer: optax.GradientTransformation,
-    *,
-    sequences: int,
-    microbatches: int = 1,
-    clip: float = 1.0,
-    memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
-    tensor: TensorConfig = TensorConfig(),  # noqa: B008
-    attention: AttentionKernel | Tiles = "auto",
-    comm: BlockComm = ALL_REDUCE,
-    moe: MoeConfig = MoeConfig(),  # noqa: B008
-    lora: LoraConfig = LoraConfig(),  # noqa: B008
-    compiler_options: dict[str, str] | None = None,
-) -> jax.stages.Compiled:
-    """Return the compiled step of a `Trainer` with these settings and `sequences` per step, without allocating arrays.
-
-    This compiles a step for hundreds of virtual devices on one machine. Options whose default depends on the backend
-    (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) must be set if the grid's devices belong to
-    another backend. Raises ``UserError`` if model or batch do not divide over the grid.
-    """
-    model, batch = abstract(shape, grid, sequences, microbatches, lora, attention=attention, comm=comm, moe=moe)
-    _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
-    return step.compiled(*batch, compiler_options)

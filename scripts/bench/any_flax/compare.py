@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from any_flax.strangers import Model
-from compiled.common import keep_recomputation, mesh_sizes, text_of
 from flax import nnx
 from hlo.collectives import Collective, collectives
+from hlo.steps import keep_recomputation, mesh_sizes, text_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

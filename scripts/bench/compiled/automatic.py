@@ -222,7 +222,7 @@ def compile_automatic(
     activations: Activations = "none",
     attention: AttentionKernel | Tiles = "auto",
 ) -> jax.stages.Compiled:
-    """As `step.compile_abstract`, by automatic partitioning.
+    """As `hlo.steps.compile_abstract`, by automatic partitioning.
 
     Raises ``UserError`` where model or batch do not divide over the grid.
     """

@@ -1,4 +1,4 @@
-"""Devices, texts and the small model of benchmarks that compile steps."""
+"""Devices and the small model of benchmarks that compile steps."""
 
 import importlib.util
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from axonn_jax.core.errors import UserError
-from axonn_jax.core.grid import MESH_AXES, GridShape
+from axonn_jax.core.grid import GridShape
 from axonn_jax.core.models.config import ModelShape
 
 if TYPE_CHECKING:
@@ -32,15 +32,6 @@ def make_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def keep_recomputation() -> dict[str, str]:
-    """Compiler options under which the CPU backend recomputes the values of `jax.checkpoint`, as the GPU backend does.
-
-    By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
-    pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
-    """
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-
-
 def cuda_plugin_installed() -> bool:
     """Return True if jax's CUDA plugin is installed, which compiles for GPUs also on hosts without any."""
     if importlib.util.find_spec("jax_plugins") is None:  # a submodule of a missing package raises
@@ -61,23 +52,11 @@ def h100(devices: int) -> list[Any]:
     if not cuda_plugin_installed():
         accepted = "the extra `aot`: pip install 'axonn_jax[aot]'"
         raise UserError("this environment", "without jax's CUDA plugin", accepted)
-    target, shape = (Path(__file__).parents[1] / "hlo" / "h100.txtpb").read_text(), f"1x{-(-devices // 8)}x8"
+    target, shape = (Path(__file__).with_name("h100.txtpb")).read_text(), f"1x{-(-devices // 8)}x8"
     described = topologies.get_topology_desc(
         "gpus", "cuda", target_config=target, topology=shape
     )  # slices, hosts, GPUs
     return list(described.devices)[:devices]
-
-
-def mesh_sizes(grid: GridShape) -> dict[str, int]:
-    """The sizes of a mesh's axes, by name."""
-    return {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
-
-
-def text_of(program: "jax.stages.Compiled") -> str:
-    """A compiled program as HLO."""
-    text = program.as_text()
-    assert text is not None  # XLA's backends print their programs
-    return text
 
 
 def temporary_bytes(program: "jax.stages.Compiled") -> int:

@@ -7,8 +7,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from compiled.common import temporary_bytes, text_of
-from hlo.program import parse
+from compiled.common import temporary_bytes
+from hlo.steps import instructions
 from racer import in_turns
 
 from axonn_jax.core.grid import GridShape, build_grid
@@ -17,8 +17,6 @@ from axonn_jax.core.models.config import ModelShape
 from axonn_jax.core.options import Activations
 
 if TYPE_CHECKING:
-    import jax
-
     from axonn_jax.core.settings import MemoryConfig, TensorConfig
 
 
@@ -88,11 +86,6 @@ def compile_cost(setting: Setting, rounds: int = 1) -> CompileCost:
         int(memory.argument_size_in_bytes),
         temporary_bytes(program),
     )
-
-
-def instructions(program: "jax.stages.Compiled") -> int:
-    """Instructions of a compiled program, all its computations together."""
-    return sum(len(one.instructions) for one in parse(text_of(program)).computations.values())
 
 
 def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:

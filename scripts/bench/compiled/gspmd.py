@@ -7,9 +7,10 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
+from compiled.common import Constraints, temporary_bytes
 from hlo.collectives import Totals, collectives, totals
 from hlo.scatterable import totals_if_scattered
+from hlo.steps import keep_recomputation, mesh_sizes, text_of
 from racer import in_turns
 
 from axonn_jax.core.experts.shape import MoeConfig

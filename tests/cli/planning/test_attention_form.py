@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo.steps import compile_abstract
 from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
 from axonn_jax.cli.calibrate import platform_of
-from axonn_jax.core.engines.step import compile_abstract
 from axonn_jax.core.grid import GridShape, build_grid
 from axonn_jax.core.models.config import ModelShape
 from axonn_jax.core.models.presets import preset, preset_names

@@ -2,14 +2,13 @@
 
 import jax
 import pytest
-from compiled.accounting import account
-from compiled.common import keep_recomputation
+from hlo.accounting import account
+from hlo.steps import compile_abstract, keep_recomputation
 
 from axonn_jax.cli.arguments import parse
 from axonn_jax.cli.plan import Plan
 from axonn_jax.cli.plan.flags import ask
 from axonn_jax.core.engines.optimizer import averaging, make_optimizer
-from axonn_jax.core.engines.step import compile_abstract
 from axonn_jax.core.grid import build_grid
 from axonn_jax.core.ops.costs import StepPolicy
 from axonn_jax.core.settings import MemoryConfig, TensorConfig

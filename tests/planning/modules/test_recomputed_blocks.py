@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled.common import keep_recomputation
 from flax import linen, nnx
+from hlo.steps import keep_recomputation
 
 import axonn_jax as ax
 from axonn_jax.core.grid import GridShape

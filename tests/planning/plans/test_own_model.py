@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from compiled.common import mesh_sizes, text_of
 from flax import linen, nnx
 from hlo.collectives import collectives, totals
+from hlo.steps import mesh_sizes, text_of
 
 import axonn_jax as ax
 from axonn_jax.core.errors import UserError

@@ -7,11 +7,11 @@ import grids
 import numpy as np
 import optax
 import pytest
+from hlo.steps import compile_abstract
 from jax.sharding import PartitionSpec as P
 from trainers import again, ids, losses, make_trainer, transformer
 
 from axonn_jax import GridShape, MemoryConfig, TensorConfig, UserError
-from axonn_jax.core.engines.step import compile_abstract
 from axonn_jax.core.grid import BATCH_AXES
 from axonn_jax.core.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.core.ops.costs import StepPolicy

@@ -8,8 +8,8 @@ import live
 import numpy as np
 import optax
 import pytest
-from compiled.compile_time import Setting, compile_cost
 from flax import nnx
+from hlo.steps import compile_abstract, instructions
 from trainers import again, ids, losses, make_trainer
 
 from axonn_jax.core.checkpoint import orbax
@@ -19,6 +19,7 @@ from axonn_jax.core.engines.scan_layers import LAYERS, choose_stack
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.models import stacked
 from axonn_jax.core.models.stacked import stack_layers
+from axonn_jax.core.settings import MemoryConfig, TensorConfig
 from axonn_jax.core.tensor.params import split_module
 from axonn_jax.models import SequenceModel, Transformer
 
@@ -181,7 +182,12 @@ def test_the_program_does_not_grow_with_depth(activations):
     """Instructions of the whole step, update and reductions included."""
 
     def cost(layers, *, scanned):
-        return compile_cost(Setting(replace(SMALL, layers=layers), ALL, scanned, 4, 2, activations)).instructions
+        program = compile_abstract(
+            replace(SMALL, layers=layers), grids.lay(ALL), optax.adamw(1e-3), sequences=4, microbatches=2,
+            memory=MemoryConfig(precision="fp32", activations=activations),
+            tensor=TensorConfig(scan_layers="yes" if scanned else "no"),
+        )  # fmt: skip
+        return instructions(program)
 
     few, many = (cost(layers, scanned=True) for layers in (12, 96))
     assert many <= 1.02 * few

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled.common import keep_recomputation, mesh_sizes, text_of
 from hlo.collectives import Collective, collectives, totals
+from hlo.steps import keep_recomputation, mesh_sizes, text_of
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import build_grid
@@ -67,8 +67,8 @@ def account(
     """
     import jax
     import optax
+    from hlo.steps import compile_abstract
 
-    from axonn_jax.core.engines.step import compile_abstract
     from axonn_jax.core.settings import MemoryConfig, TensorConfig
 
     policy = work.policy
