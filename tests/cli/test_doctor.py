@@ -192,6 +192,26 @@ def test_plain_output_has_no_escapes_and_says_what_to_do(capsys: pytest.CaptureF
     assert out.rstrip().endswith("broken: b")
 
 
+def test_on_a_terminal_long_findings_stay_in_their_column_and_statuses_have_colours(capsys, monkeypatch) -> None:
+    rows = [Row("mpi4jax", "ok", "0.9.1, tried: two ranks exchange an array", "x"), Row("b", "missing", "no", "y", "z")]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in {"TERM": "xterm", "COLUMNS": "40", "NO_COLOR": ""}.items():
+        monkeypatch.setenv(name, value)
+    _show(rows)
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("axonn_jax ")
+    assert lines[:4] == [
+        "mpi4jax  \x1b[32mok     \x1b[0m  0.9.1, tried: two",
+        "                  ranks exchange an",
+        "                  array",
+        "b        \x1b[31mmissing\x1b[0m  no",
+    ]
+    for name, value in {"NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+        _show(rows)
+        assert "\x1b" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("check", "environ", "status", "found"),
     [

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from axonn_jax.core.terminal import Ticker, columns, redraws, wrapped
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -41,12 +42,7 @@ def run(args: Doctor) -> int:
     if not args.timeout > 0:
         raise UserError("--timeout", args.timeout, "a number of seconds above 0")
     began = time.perf_counter()
-    status: AbstractContextManager[object] = nullcontext()
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        status = Console(stderr=True).status("looking around ...")
-    with status:
+    with Ticker("looking around", first=0.1) if sys.stderr.isatty() else nullcontext():
         rows = examine(args.timeout)
     seconds = round(time.perf_counter() - began, 2)
     good = not any(row.broken for row in rows)
@@ -81,20 +77,17 @@ def examine(timeout: float) -> list["Row"]:
 
 def _show(rows: list["Row"]) -> None:
     # Fixes are printed below the table, unwrapped, so that the commands can be copied.
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        colours = {"ok": "green", "warning": "yellow", "missing": "red"}
-        table = Table("check", "status", "found", title=f"axonn_jax {__version__}")
-        for row in rows:
-            table.add_row(row.check, f"[{colours[row.status]}]{row.status}[/]", escape(row.found))
-        Console().print(table)
-    else:
-        width = max(len(row.check) for row in rows)
-        for row in rows:
-            print(f"{row.check:{width}}  {row.status:7}  {row.found}")
+    width, live = max(len(row.check) for row in rows), redraws(sys.stdout)
+    colours = {"ok": 32, "warning": 33, "missing": 31} if live and not os.environ.get("NO_COLOR") else {}
+    if live:
+        print(f"axonn_jax {__version__}\n")
+    for row in rows:
+        status, found = f"{row.status:7}", row.found
+        if row.status in colours:
+            status = f"\x1b[{colours[row.status]}m{status}\x1b[0m"
+        if live:
+            found = f"\n{'':{width + 11}}".join(wrapped(found, columns() - width - 11))
+        print(f"{row.check:{width}}  {status}  {found}")
     for row in rows:
         if row.status != "ok":
             print(f"\n{row.check}: {row.found}\n  would fail: {row.fails}\n  to fix it:  {row.fix}")

@@ -51,7 +51,7 @@ _FAILS = {
     "safetensors": "convert and pretrained weights",
     "ml_dtypes": "convert and pretrained weights",
     "tensorstore": "convert of a run",
-    "rich": "tables and progress on a terminal",
+    "rich": "progress of a run on a terminal",
     "matplotlib": "loss.png, timeline.png and plots of the planner",
 }
 _EXTRAS = {
