@@ -28,9 +28,9 @@ def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]
     from axonn_jax.files.data.output import OutputKind, appearing
 
     checkpoint = resolve_checkpoint(source, LocalSync(), say, "SOURCE")
-    stored, shape = adapters_in(checkpoint, "SOURCE"), stored_shape(checkpoint, "SOURCE")
-    if stored is None or shape is None:
+    if (stored := adapters_in(checkpoint, "SOURCE")) is None:
         raise UserError("--adapter", True, f"for a run with adapters; {source} is a whole model")
+    shape = stored_shape(checkpoint, "SOURCE")
     arrays = stored_adapters(checkpoint, stored, shape, "SOURCE")
     kind = OutputKind(
         "convert", "converted", "SOURCE", "DEST", re.compile(f"{re.escape(CONFIG)}|{re.escape(TENSORS)}"), CONFIG

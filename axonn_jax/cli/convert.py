@@ -140,13 +140,13 @@ def _opened_run(source: Path, field: str) -> Conversion:
     from axonn_jax.core.distributed.host_sync import LocalSync
     from axonn_jax.files.data.tokenize import check_files
     from axonn_jax.files.huggingface.from_checkpoint import StoredParameters
-    from axonn_jax.files.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
+    from axonn_jax.files.huggingface.pretrained import FOLDER, check_shape, small_files
 
     checkpoint = resolve_checkpoint(source, LocalSync(), say, field)
     if adapters_in(checkpoint, field) is not None:
         raise UserError(field, str(source), "a whole model; of adapters alone, --adapter or --merge")
     folder = _run_of(checkpoint.path)
-    shape = stored_shape(checkpoint, field) or shape_of(folder, field)
+    shape = stored_shape(checkpoint, field)
     weights = StoredParameters(checkpoint, shape, field)
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, field)

@@ -140,15 +140,18 @@ def load_averaged(checkpoint: Checkpoint, abstract: Mapping[str, jax.ShapeDtypeS
     return {name: stored[checkpoint.read_as(name)] for name in abstract}
 
 
-def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
-    """Return the shape of the saved model; None for a save from Python by an earlier version, which did not store it.
+def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape:
+    """Return the shape of the saved transformer.
 
-    Raises ``UserError`` for `field` if the shape is impossible.
+    Raises ``UserError`` for `field` if another model was saved, which has no such shape, or if the shape is impossible.
     """
     try:
-        return shape_in(checkpoint.manifest.run)
+        shape = shape_in(checkpoint.manifest.run)
     except ValueError as error:
         raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
+    if shape is None:
+        raise UserError(field, str(checkpoint.path), f"a checkpoint of a transformer, with its sizes in {MANIFEST}")
+    return shape
 
 
 def check_model(checkpoint: Checkpoint, shape: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
@@ -156,9 +159,9 @@ def check_model(checkpoint: Checkpoint, shape: ModelShape | None, field: str, *,
 
     With `upcycles`, experts are initialized from the layers of a dense model, so fields of experts may differ.
     """
-    stored = stored_shape(checkpoint, field)
-    if shape is None or stored is None:
+    if shape is None:
         return
+    stored = stored_shape(checkpoint, field)
     if upcycles:
         shape = replace(shape, experts=0, ffn=stored.ffn)
     if wrong := differences(shape, stored):

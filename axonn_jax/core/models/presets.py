@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from axonn_jax.core.documents import TOML_BYTES, parse_toml
+from axonn_jax.core.documents import parse_toml
 from axonn_jax.core.errors import UNSET, UserError, nearest, typed_arguments
 from axonn_jax.core.models.config import ModelShape
 from axonn_jax.core.options import AttentionKernel, Settings, typed
@@ -123,16 +123,12 @@ def table_of(shape: ModelShape) -> dict[str, Any]:
 
 
 def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
-    """Return the model sizes in a checkpoint's run metadata, from `model` or the TOML text `config`; None without both.
+    """Return the model sizes in the table `model` of a checkpoint's run metadata or of a configuration; None without.
 
     Raises:
         ValueError: The sizes are not valid.
     """
-    table, text = run.get("model"), run.get("config")
-    if table is None and isinstance(text, str):
-        if len(text) > TOML_BYTES:
-            raise ValueError(f"config = {len(text):,} characters, more than the {TOML_BYTES:,} that are read")
-        table = parse_toml(text).get("model")
+    table = run.get("model")
     return None if table is None else typed(ModelConfig, table, "model").shape()
 
 

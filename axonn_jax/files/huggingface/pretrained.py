@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.core.checkpoint.readers import ADAPTER, CONFIG, WEIGHTS, reader_of
-from axonn_jax.core.documents import TOML_BYTES, check_pointer, read_bytes, read_json, write_atomically
+from axonn_jax.core.documents import TOML_BYTES, check_pointer, parse_toml, read_bytes, read_json, write_atomically
 from axonn_jax.core.errors import UserError, typed_arguments
 from axonn_jax.core.models.comparison import differences
 from axonn_jax.core.models.config import ModelShape
@@ -113,7 +113,8 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
     shape, why = None, "an existing directory left by `axonn-jax train`, with config.toml; a pretrained one or a step_N"
     try:
         if (path / "config.toml").is_file():
-            shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode("utf-8-sig")})
+            text = read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode("utf-8-sig")
+            shape = shape_in(parse_toml(text))
         elif (path / "manifest.json").is_file():
             manifest = read_json(path / "manifest.json", _MOST_MANIFEST, inside=path)
             # A manifest without content belongs to prepared data.
