@@ -1,17 +1,16 @@
 """Trainer of the Python API: a facade over the engines that run the steps."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import optax
 from flax import nnx
 
 from axonn_jax.core.checkpoint.restore import Checkpoint
 from axonn_jax.core.distributed.bounded import InFlight
-from axonn_jax.core.engines.base import copied_model
+from axonn_jax.core.engines.base import copied_model, under_mesh
 from axonn_jax.core.engines.engine import Engine, mean_by_count
 from axonn_jax.core.engines.optimizer import averaging
 from axonn_jax.core.engines.pruning import Pruning
@@ -25,20 +24,6 @@ from axonn_jax.core.memory.report import check_resident
 from axonn_jax.core.options import Rows
 from axonn_jax.core.pruned.config import PruneConfig
 from axonn_jax.core.settings import MemoryConfig, PipelineConfig, TensorConfig, TrainConfig
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _under_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Concatenate["Trainer", P], T]:
-    """Run a method under the mesh of the trainer's grid, whatever mesh the caller has set."""
-
-    @functools.wraps(method)
-    def entered(self: "Trainer", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.engine.grid.entered():
-            return method(self, *args, **kwargs)
-
-    return entered
 
 
 class Trainer:
@@ -109,43 +94,44 @@ class Trainer:
         optimizer = averaging(optimizer, ema) if ema else optimizer
         if loss is None and not (isinstance(model, nnx.Module) or callable(model)):
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
-        job_options: dict[str, Any] = {"clip": clip, "memory": memory, "prune": prune}
+        job_options: dict[str, Any] = {"memory": memory, "prune": prune}
         job_options["microbatches"] = integer("microbatches", microbatches, 1)
-        self._numbers: Callable[[Any, Any], Any] | None = None
         self._fitting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         with grid.entered():
             # An engine's modules are imported only if it is used: a run need not have the dependencies of the others.
             if loss is not None:
-                from axonn_jax.any_flax.modules.job import loss_job
                 from axonn_jax.any_flax.modules.loss_model import fitting
 
-                job_options |= {"weight": weight, "rows": rows, "wrt": wrt}
-                job = loss_job(model, optimizer, grid, loss=loss, **job_options)
-                engine = SpmdEngine(job, grid, seed=seed, memory=memory)
-                self.engine, self._numbers, self._fitting = engine, engine.numbers, fitting
-            elif grid.shape.pipe > 1:
+                job_options |= {"loss": loss, "weight": weight, "rows": rows, "wrt": wrt}
+                self._fitting = fitting
+            engine: Any
+            if grid.shape.pipe > 1:
                 from axonn_jax.pipe.engine import PipelineEngine
-                from axonn_jax.pipe.token_job import token_job
 
-                clip = job_options.pop("clip")
-                self.engine = PipelineEngine(
-                    token_job(model, optimizer, grid, pipeline=pipeline, **job_options), clip=clip, seed=seed
+                engine = PipelineEngine(
+                    _staged_job(model, optimizer, grid, pipeline, job_options), clip=clip, seed=seed
                 )
+            elif loss is not None:
+                from axonn_jax.any_flax.modules.job import loss_job
+
+                job = loss_job(model, optimizer, grid, clip=clip, **job_options)
+                engine = SpmdEngine(job, grid, seed=seed, memory=memory)
             else:
-                job = model_job(model, optimizer, grid, tensor=tensor, **job_options)
-                self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
+                job = model_job(model, optimizer, grid, clip=clip, tensor=tensor, **job_options)
+                engine = SpmdEngine(job, grid, seed=seed, memory=memory)
+            self.engine, self._numbers = engine, None if loss is None else engine.numbers
         self._averaged = self.engine.averaged if ema and isinstance(self.engine, SpmdEngine) else nullcontext
         self.pruning = Pruning(prune, self.engine)
         self._run: Mapping[str, Any] = {}
 
     @property
-    @_under_mesh
+    @under_mesh
     def model(self) -> Any:
         """Trained module with copies of the weights; raises ``UserError`` in a pipeline of several processes."""
         return copied_model(self.engine, self.engine.params)
 
     @property
-    @_under_mesh
+    @under_mesh
     def averaged(self) -> Any:
         """Module like `model` with the moving average of the weights; raises ``UserError`` without `ema`."""
         if self._averaged is nullcontext:
@@ -157,7 +143,7 @@ class Trainer:
         """Return the indices of this process's sequences in a global batch of so many sequences."""
         return self.engine.batches.local(integer("sequences", sequences, 1))
 
-    @_under_mesh
+    @under_mesh
     def step(self, batch: Any) -> StepMetrics:
         """Run one optimizer step, and prune afterwards if due; collective over the run's processes.
 
@@ -184,7 +170,7 @@ class Trainer:
         return metrics
 
     @typed_arguments
-    @_under_mesh
+    @under_mesh
     def evaluate(self, batches: Iterable[Any], *, loss: Callable[..., Any] | None = None, aux: bool = False) -> Any:
         """Return the mean loss over the targets of all batches; with `ema`, that of the averaged weights.
 
@@ -228,7 +214,7 @@ class Trainer:
         return (mean, numbers) if aux else mean
 
     @typed_arguments
-    @_under_mesh
+    @under_mesh
     def set(self, /, **numbers: float) -> None:
         """Replace hyperparameters of the optimizer from the next step on, as in `set(learning_rate=1e-4)`.
 
@@ -242,7 +228,7 @@ class Trainer:
             store.set(numbers)
 
     @typed_arguments
-    @_under_mesh
+    @under_mesh
     def save(self, directory: str | Path, step: int, *, keep: int | None = None, iterator: Any = None) -> Path:
         """Write the full state to a checkpoint, wait, and return its path; collective over the run's processes.
 
@@ -262,7 +248,7 @@ class Trainer:
         return save_as(self.engine, Path(directory), step, keep=keep, iterator=iterator)
 
     @typed_arguments
-    @_under_mesh
+    @under_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Replace the state by that of a checkpoint, saved on any grid; collective over the run's processes.
 
@@ -280,7 +266,7 @@ class Trainer:
         return self._loaded(checkpoint, resumes=not weights_only) or 0
 
     @typed_arguments
-    @_under_mesh
+    @under_mesh
     def resume(self, directory: str | Path) -> int | None:
         """Load the newest complete checkpoint of a directory like `load`, and return its step; None: a new run."""
         return self._loaded(resume_newest(self.engine, Path(directory)))
@@ -300,3 +286,12 @@ class Trainer:
     def close(self) -> None:
         """Stop a pipeline's threads and channels, before the process ends."""
         self.engine.close()
+
+
+def _staged_job(model: Any, optimizer: Any, grid: Grid, pipeline: PipelineConfig, options: Mapping[str, Any]) -> Any:
+    job_of: Callable[..., Any]
+    if "loss" in options:
+        from axonn_jax.staged.make_job import pipelined_loss_job as job_of
+    else:
+        from axonn_jax.pipe.token_job import token_job as job_of
+    return job_of(model, optimizer, grid, pipeline=pipeline, **options)

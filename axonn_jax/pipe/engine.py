@@ -177,7 +177,7 @@ class PipelineEngine:
                 pp_rank: (float(rank.loss), rank.targets, *rank.numbers()) for pp_rank, rank in pipe.ranks.items()
             }
             means, targets, *further = zip(*self._links.sync.gathered(totals), strict=True)
-            return sum(means), sum(targets), self.job.metrics([sum(values) for values in further]).get("aux", {})
+            return sum(means), sum(targets), self.job.aux([sum(values) for values in further])
 
     def finite(self) -> bool:  # noqa: D102
         return all(store.finite() for store in self.stores.values())

@@ -103,6 +103,10 @@ class PipelineJob(ABC):
         """Return the metrics that the workers' numbers stand for, summed over all ranks of the pipe."""
         return {}
 
+    def aux(self, numbers: Sequence[float]) -> Any:
+        """Return the loss's auxiliary numbers, in its own tree, that the workers' numbers stand for."""
+        return {}
+
 
 class RankStates(Protocol):
     """State of this process's ranks of the pipe, as the programs of a step need it."""

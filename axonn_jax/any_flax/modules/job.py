@@ -60,7 +60,7 @@ def loss_job(
     Raises:
         UserError: The loss, the model and the optimizer do not fit each other or the configuration.
     """
-    _check(loss, weight, rows, wrt, microbatches)
+    check_arguments(loss, weight, rows, wrt, microbatches)
     _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     loss_model: LossModel
@@ -151,7 +151,12 @@ def check_loss(loss: Any) -> None:
         raise UserError("loss", f"a function of {signature(loss)}", accepted)
 
 
-def _check(loss: Any, weight: Any, rows: Any, wrt: Any, microbatches: int) -> None:
+def check_arguments(loss: Any, weight: Any, rows: Any, wrt: Any, microbatches: int) -> None:
+    """Check the arguments of a `Trainer` with a loss that do not depend on the model.
+
+    Raises:
+        UserError: One of them cannot be used.
+    """
     check_loss(loss)
     try:
         nnx.filterlib.to_predicate(wrt)

@@ -56,7 +56,7 @@ class LossModel(ABC):
     """A model and its loss as a pure function of parameters and state.
 
     Args:
-        arrays: Parameters and state on the mesh, by path.
+        arrays: Parameters and state on the mesh, by path; abstract ones stay so.
         trained: Paths of the trained parameters.
         loss: The loss.
         compute: Dtype of the computation where the model sets none; None leaves it to the model.
@@ -74,7 +74,7 @@ class LossModel(ABC):
     def __init__(
         self, arrays: Params, trained: Collection[str], loss: Loss, compute: Any, mesh: Mesh, *, replicate_state: bool
     ):
-        self.params = {name: value.astype(jnp.float32) for name, value in arrays.items() if name in trained}
+        self.params = {name: in_dtype(value, jnp.float32) for name, value in arrays.items() if name in trained}
         """Trained parameters in float32, by path."""
         self.specs = {name: spec_of_value(arrays[name]) for name in self.params}
         self.dtypes: dict[str, Any] = {name: value.dtype for name, value in arrays.items()}
@@ -84,7 +84,7 @@ class LossModel(ABC):
             for n, value in arrays.items()
             if n not in trained
         }
-        self.carried = {name: copied(value, NamedSharding(mesh, spec)) for name, (value, spec) in state.items()}
+        self.carried = {name: _placed(value, NamedSharding(mesh, spec)) for name, (value, spec) in state.items()}
         """Untrained state, which calls may change, by path."""
         self.compute, self.unsharded = compute, unsharded(mesh)
         self._use(loss)
@@ -248,9 +248,13 @@ def is_float(value: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
+def _placed(value: Any, sharding: NamedSharding) -> Any:
+    return value.update(sharding=sharding) if isinstance(value, jax.ShapeDtypeStruct) else copied(value, sharding)
+
+
 def in_dtype(value: Any, dtype: Any) -> Any:
     """Return an array, or a `ShapeDtypeStruct`, with another dtype."""
-    return jax.ShapeDtypeStruct(value.shape, dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
+    return value.update(dtype=dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
 
 
 def spec_of_value(value: Any) -> P:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -62,10 +63,10 @@ class NnxLossModel(LossModel):
         is_trained = nnx.filterlib.to_predicate(wrt)
         self._slots, arrays, trained = list[VariableSlot](), dict[str, Any](), dict[str, tuple[Any, Any]]()
         frozen, self._impls = set[str](), dict[str, Any]()
-        for slot, values in _leaves(state):
+        for slot, values in leaves_of(state):
             self._slots.append(slot)
             self._impls |= {n: jax.random.key_impl(v) for n, v in values.items() if _is_key(v)}
-            arrays |= {name: _array(name, value) for name, value in values.items()}
+            arrays |= {name: array_of(name, value) for name, value in values.items()}
             if isinstance(slot.empty, nnx.Variable) and is_trained(slot.path, slot.empty):
                 for name, value in values.items():
                     check_real(name, value)
@@ -96,7 +97,7 @@ class NnxLossModel(LossModel):
         weights = {name: value.astype(self._dtype(name)) for name, value in params.items()}
         frozen = {name: carried[name].astype(self._dtype(name)) for name in self._frozen}
         drawn = key is not None and self.streamed
-        streams = seeded(self._streams, key) if drawn else self._streams
+        streams = seeded(self._streams, key) if drawn else jax.tree.map(_unplaced, self._streams)
         model = self._merged({**carried, **frozen, **weights}, streams)
         if not training:
             model.eval()
@@ -146,7 +147,7 @@ class NnxLossModel(LossModel):
         return values
 
 
-def _leaves(state: Any) -> Iterator[tuple[VariableSlot, dict[str, Any]]]:
+def leaves_of(state: Any) -> Iterator[tuple[VariableSlot, dict[str, Any]]]:
     """Yield every Variable or array of a state, with its arrays by path."""
     for path, leaf in nnx.to_flat_state(state):
         leaves, tree = tree_flatten_with_path(_raw(leaf))
@@ -167,16 +168,16 @@ def _filled(slot: VariableSlot, values: Mapping[str, Any]) -> Any:
     return slot.empty.replace(value) if isinstance(slot.empty, nnx.Variable) else value
 
 
-def _array(name: str, value: Any) -> jax.Array:
-    """Return a value as an array, and a typed key as its data.
+def array_of(name: str, value: Any) -> jax.Array:
+    """Return a value as an array, and a typed key as its data; an abstract array stays one.
 
     Raises:
         UserError: It is not an array.
     """
     if _is_key(value):
-        return jax.random.key_data(value)
+        return jax.eval_shape(jax.random.key_data, value) if _is_abstract(value) else jax.random.key_data(value)  # type: ignore[no-any-return]
     try:
-        return value if isinstance(value, jax.Array) else jnp.asarray(value)
+        return value if isinstance(value, jax.Array) or _is_abstract(value) else jnp.asarray(value)
     except TypeError as error:
         raise UserError("model", f"{name} of type {type(value).__name__}", "Variables of arrays") from error
 
@@ -195,7 +196,20 @@ def _checked_update(name: str, value: Any, current: Any) -> jax.Array:
 
 
 def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    arrays = jax.Array | jax.ShapeDtypeStruct
+    return isinstance(value, arrays) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _unplaced(value: jax.Array) -> jax.Array:
+    """Return a constant that no mesh holds: a call that draws writes the counter inside of any region."""
+    with jax.ensure_compile_time_eval():
+        words = np.asarray(jax.random.key_data(value) if _is_key(value) else value)
+    constant = jnp.asarray(words)
+    return jax.random.wrap_key_data(constant, impl=jax.random.key_impl(value)) if _is_key(value) else constant
+
+
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _dotted(path: Any) -> str:

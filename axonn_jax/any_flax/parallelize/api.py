@@ -5,6 +5,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import isfunction
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -58,11 +59,14 @@ def parallelize(
             `call`).
     """
     source: Any = model
+    if grid.shape.pipe > 1:
+        accepted = "1 for parallelize; in a pipeline ax.Trainer(model, ..., loss=loss) splits the layers of its stages"
+        raise UserError("grid.pipe", grid.shape.pipe, accepted)
     if not (isfunction(source) or isinstance(source, partial)):
-        return _parallelized(source, grid, call, overrides or {})
+        return parallelized_on(grid.mesh, source, call, overrides or {})
     with without_mesh():  # sharding annotations in the model name the author's mesh axes, not the grid's
         abstract: Any = nnx.eval_shape(source)
-    split: Any = _parallelized(abstract, grid, call, overrides or {})
+    split: Any = parallelized_on(grid.mesh, abstract, call, overrides or {})
     return source() if split is abstract else nnx.merge(nnx.graphdef(split), birth(source, split)())
 
 
@@ -72,9 +76,15 @@ def birth(make: Callable[[], nnx.Module], split: nnx.Module) -> Any:
     return jax.jit(lambda: nnx.state(make()), out_shardings=layouts)
 
 
-def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None, overrides: Mapping[str, str]) -> Model:
-    _check(model, grid)
-    if grid.shape.devices == 1:
+def parallelized_on(
+    mesh: Mesh,
+    model: Model,
+    call: Callable[[Model], Any] | None = None,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+) -> Model:
+    """Return a copy of a model, whose arrays may be abstract, with its layers split over a mesh; see `parallelize`."""
+    _check(model)
+    if mesh.size == 1:
         return model
     members = modules(model)
     layers = {path: module for path, module in members.items() if base_of(type(module)) is not None}
@@ -83,21 +93,21 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
     if call is not None:
         # Trace a clone: tracing replaces the types of its layers by probes.
         probe = nnx.clone(model)
-        by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
-        traced = plans_by_flow(grid.mesh, probe, _same(probe, layers), layer_overrides, partial(_called, call))
+        by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), mesh)
+        traced = plans_by_flow(mesh, probe, _same(probe, layers), layer_overrides, partial(_called, call))
     # Without a trace only the source code tells whether a derived type's `__call__` reaches Flax's.
     overridden = {
-        path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
+        path: LayerPlan(type(layer).__name__, mesh, False, note=_STRANGE.format(type(layer).__name__))
         for path, layer in layers.items()
         if overrides_call(type(layer)) and not (wraps(type(layer)) if call is None else path in traced)
     }
-    plans = plans_by_order(grid.mesh, layers.items(), layer_overrides, traced | overridden)
+    plans = plans_by_order(mesh, layers.items(), layer_overrides, traced | overridden)
     if call is not None:
         plans |= {path: replace(plan, calls=()) for path, plan in plans.items() if path not in traced}
     for path, module in members.items():
         if path not in plans and direct_variables(module):
-            plans[path] = plan_of(grid.mesh, module, None, None)
-    return _apply(model, _spread(plans, members, layer_overrides, grid.mesh), grid.mesh)
+            plans[path] = plan_of(mesh, module, None, None)
+    return _apply(model, _spread(plans, members, layer_overrides, mesh), mesh)
 
 
 def _called(call: Callable[[Model], Any], model: Model) -> Any:
@@ -133,7 +143,7 @@ def _spread(
     return {path: replace(plan, spread=tuple(split[path])) for path, plan in plans.items()}
 
 
-def _check(model: Any, grid: Grid) -> None:
+def _check(model: Any) -> None:
     if not isinstance(model, nnx.Module):
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:
@@ -142,10 +152,6 @@ def _check(model: Any, grid: Grid) -> None:
                 "model", type(model).__name__, f"a flax.nnx.Module; a Linen model is parallelized by {call}"
             )
         raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")
-    if grid.shape.pipe > 1:
-        raise UserError(
-            "grid.pipe", grid.shape.pipe, "1 for parallelize; ax.models.SequenceModel and ax.Trainer pipeline a model"
-        )
     if any(hasattr(module, PLAN) for module in modules(model).values()):
         raise UserError("model", type(model).__name__, "a model that is not parallelized already")
 

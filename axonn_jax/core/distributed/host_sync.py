@@ -133,9 +133,7 @@ class MpiSync(HostSync):
         return previous
 
     def exchange(self, values: Mapping[int, "jax.Array"], pp_ranks: Sequence[int]) -> dict[int, list["jax.Array"]]:
-        """Exchange arrays of the same shape and layout between pipe ranks.
-
-        Only the processes of these pipe ranks send anything. Bytes: the local shards, to each of the other ranks.
+        """Exchange arrays of one form between pipe ranks; bytes: the local shards, to each of the other ranks.
 
         Args:
             values: The array of the pipe rank that this process has, by rank; empty if it is none of them.
@@ -151,24 +149,21 @@ class MpiSync(HostSync):
         if not values:
             return {}
         ((pp_rank, value),) = values.items()
-        peers = [peer for peer in pp_ranks if peer != pp_rank]
+        peers = [at for at in pp_ranks if at != pp_rank]
         form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
         outgoing = [shards.host_bytes(shard) for shard in shards.local_shards(value)]
         incoming = {peer: [shards.empty_bytes(shards.shard_bytes(form)) for _ in outgoing] for peer in peers}
-        requests = [
-            self._comm.Irecv(buffer, peer, tag) for peer in peers for tag, buffer in enumerate(incoming[peer])
-        ]
+        requests = [self._comm.Irecv(buffer, peer, tag) for peer in peers for tag, buffer in enumerate(incoming[peer])]
         requests += [self._comm.Isend(buffer, peer, tag) for peer in peers for tag, buffer in enumerate(outgoing)]
         for request in requests:
             self._wait(request)
         devices = shards.local_devices(value.sharding)
-        received = {
-            peer: shards.rebuild(
-                form, [shards.from_bytes(b, form, device) for b, device in zip(buffers, devices, strict=True)]
-            )
-            for peer, buffers in incoming.items()
-        }
-        return {pp_rank: [value if peer == pp_rank else received[peer] for peer in pp_ranks]}
+
+        def arrived(peer: int) -> jax.Array:
+            pairs = zip(incoming[peer], devices, strict=True)
+            return shards.rebuild(form, [shards.from_bytes(buffer, form, device) for buffer, device in pairs])
+
+        return {pp_rank: [value if at == pp_rank else arrived(at) for at in pp_ranks]}
 
     @staticmethod
     def _wait(request: "MPI.Request") -> None:

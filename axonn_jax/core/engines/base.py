@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -23,6 +23,28 @@ from axonn_jax.core.experts.upcycle import dense_sources, is_of_router, unused_b
 from axonn_jax.core.models.config import ModelShape
 from axonn_jax.core.models.vocabulary import padding_of, without_padding
 from axonn_jax.core.tensor.params import Params
+
+
+class HasEngine(Protocol):
+    """Object, as a trainer, that an engine runs the steps of."""
+
+    engine: Engine
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Owner = TypeVar("Owner", bound=HasEngine)
+
+
+def under_mesh(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """Run a method under the mesh of its engine's grid, whatever mesh the caller has set."""
+
+    @wraps(method)
+    def entered(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.engine.grid.entered():
+            return method(self, *args, **kwargs)
+
+    return entered
 
 
 def shape_of(engine: Engine) -> ModelShape | None:

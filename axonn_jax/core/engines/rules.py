@@ -99,7 +99,6 @@ RULES = (
         ": Muon's part is kernels, which are frozen",
     ),
     Rule("train.patience", (0,), ONCE, ": an evaluation at the end ends nothing early"),
-    Rule("grid.pipe", (1,), LOSS, "; a list of layers in ax.models.SequenceModel runs in a pipeline"),
     Rule("grid.expert", (1,), LOSS),
     *_defaults(
         "memory", MemoryConfig, LOSS,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -25,10 +25,12 @@ class Ports:
     """Shapes and layouts of the activations and gradients that arrive at this process."""
 
     arriving: Mapping[int, jax.ShapeDtypeStruct]
-    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage. Gradients of its
-    outgoing activations have the same form. `local` needs all stages, the other channels only this process's."""
+    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage. `local` needs
+    all stages, the other channels only this process's."""
     stages: int
     """Virtual stages of the whole pipeline."""
+    returning: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    """Form of the gradients of a stage's outgoing activations; where it is missing, that of the incoming ones."""
 
     def form(self, message: Message) -> jax.ShapeDtypeStruct:
         """Return the shape and layout of the array that `message` carries.
@@ -37,6 +39,8 @@ class Ports:
             KeyError: The receiving stage does not live in this process.
         """
         try:
+            if message.direction == "backward" and message.stage in self.returning:
+                return self.returning[message.stage]
             return self.arriving[message.stage]
         except KeyError:
             raise KeyError(f"{message}: this process receives for stages {sorted(self.arriving)}") from None

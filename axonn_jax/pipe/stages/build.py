@@ -112,7 +112,12 @@ def describe(
         f"{sum(segment.params for segment in segments[r.start : r.stop]):,} parameters"
         for stage, r in enumerate(ranges)
     ]
-    lines.append(f"{pipe_shape.microbatches} microbatches a step, policy {policy}, channel {channel}")
+    return [*lines, *schedule_lines(pipe_shape, policy, channel)]
+
+
+def schedule_lines(pipe_shape: PipelineShape, policy: PipelinePolicy, channel: str) -> list[str]:
+    """Return lines of text about the schedule."""
+    lines = [f"{pipe_shape.microbatches} microbatches a step, policy {policy}, channel {channel}"]
     if pipe_shape.microbatches < pipe_shape.pipe:
         idle = 1 - pipe_shape.microbatches / pipe_shape.pipe
         lines.append(
@@ -217,7 +222,7 @@ class CompiledPipeline:
 
     def __init__(self, ranks: CompiledRanks, pipe_shape: PipelineShape, peers: Peers, channel: str):
         self.ranks = ranks.workers
-        self._ports = Ports(ranks.arriving, pipe_shape.stages)
+        self._ports = Ports(ranks.arriving, pipe_shape.stages, ranks.returning)
         self._pipe_shape, self._peers, self._channel = pipe_shape, peers, channel
         self.room: dict[int, int] = {}
         """By pipe rank, how many microbatches beyond those of 1F1B fit into memory; filled in once a step has run."""

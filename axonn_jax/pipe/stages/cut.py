@@ -20,10 +20,24 @@ def check_pipeline(
     """
     shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
     policy_of(pipeline.policy).check(shape)
-    if pipeline.split:
-        words = pipeline.split.split(",")
-        if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
-            raise UserError("pipeline.split", pipeline.split, 'numbers of segments with commas, such as "9,8"')
-        return shape, explicit([int(word) for word in words], len(segments), shape.stages)
     costs = [SegmentCost(segment.name, segment.flops, 2 * segment.flops, segment.params) for segment in segments]
-    return shape, partition(costs, pipe, pipeline.virtual_stages)
+    return shape, ranges_of(shape, pipeline.split, costs)
+
+
+def ranges_of(shape: PipelineShape, split: str, costs: Sequence[SegmentCost]) -> list[range]:
+    """Return the segments of every virtual stage: balanced by cost, or as the user says.
+
+    Args:
+        shape: Sizes of the pipeline.
+        split: The user's numbers of segments, with commas; empty for none.
+        costs: Costs of the segments.
+
+    Raises:
+        UserError: The segments do not split so.
+    """
+    if not split:
+        return partition(costs, shape.pipe, shape.virtual_stages)
+    words = split.split(",")
+    if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
+        raise UserError("pipeline.split", split, 'numbers of segments with commas, such as "9,8"')
+    return explicit([int(word) for word in words], len(costs), shape.stages)

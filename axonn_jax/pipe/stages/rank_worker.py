@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -230,7 +230,9 @@ class CompiledRanks:
     workers: Mapping[int, RankWorker]
     """By rank."""
     arriving: Mapping[int, jax.ShapeDtypeStruct]
-    """Form of the messages that arrive at a stage of these ranks, by the stage's number."""
+    """Form of the activations that arrive at a stage of these ranks, by the stage's number."""
+    returning: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    """Form of the gradients that arrive, where it is another."""
 
 
 def _zero(forms: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:
