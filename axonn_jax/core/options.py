@@ -227,7 +227,7 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
         keys = {key: _typed(inner[0], key, name, closed) for key in value}
         return {keys[key]: _typed(inner[1], entry, f"{name}[{key!r}]", closed) for key, entry in value.items()}
     int_for_float = kind is float and type(value) is int
-    if kind is Any or ((type(value) is kind or int_for_float) and not _strange(value)):
+    if kind in (Any, object) or ((type(value) is kind or int_for_float) and not _strange(value)):
         if isinstance(note, LocalPath):
             return local_path(name, value)
         if note is not None:

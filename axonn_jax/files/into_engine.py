@@ -1,12 +1,10 @@
 """Loading of pretrained weights and adapters into an engine, after a check on all processes."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from axonn_jax.core.checkpoint.naming import PARAMS
+from axonn_jax.core.checkpoint.naming import PARAMS, State
 from axonn_jax.core.distributed.host_sync import HostSync, together
 from axonn_jax.core.engines.base import full_sizes, load_base, put_weights, shape_of
 from axonn_jax.core.engines.engine import Engine
@@ -35,7 +33,7 @@ def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> N
             example = wrong[0].removeprefix(PARAMS)
             raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {example}")
 
-    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
+    def read(abstract: State) -> State:
         loaded = load_into(pretrained, {name.removeprefix(PARAMS): target for name, target in abstract.items()})
         return {PARAMS + name: value for name, value in loaded.items()}
 
@@ -54,11 +52,11 @@ def take_adapter(engine: Engine, path: Path, sync: HostSync, field: str) -> None
     with together(sync):
         arrays = {PARAMS + name: value for name, value in read_adapter(path, shape, field).arrays.items()}
 
-    def shards_of(name: str, target: Any) -> jax.Array:
+    def shards_of(name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         values = arrays[name].astype(target.dtype)
         return jax.make_array_from_callback(target.shape, target.sharding, lambda index: values[index])
 
-    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
+    def read(abstract: State) -> State:
         return {name: shards_of(name, target) for name, target in abstract.items()}
 
     put_weights(engine, read, lambda name: name.startswith(PARAMS))

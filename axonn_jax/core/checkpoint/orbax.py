@@ -223,7 +223,7 @@ def read_shard(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Stat
         return dict(checkpointer.restore(path.absolute(), restore))
 
 
-def stored_array(part: Path, name: str, keep: int) -> Any:
+def stored_array(part: Path, name: str, keep: int) -> tensorstore.TensorStore:
     """Open a stored array with TensorStore to read any slice, caching at most `keep` bytes.
 
     Raises ``ValueError`` for an unreadable array.

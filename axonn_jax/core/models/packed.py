@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from axonn_jax.core.errors import UserError, integer, typed_arguments
 from axonn_jax.core.experts.router import Packing
@@ -169,7 +170,7 @@ def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([batch[:, :1], targets], axis=1)
 
 
-def _token_ids(number: int, document: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _token_ids(number: int, document: Sequence[int] | np.ndarray) -> NDArray[np.int64]:
     try:
         words = np.asarray(document)
     except ValueError:  # lists of several lengths
@@ -184,8 +185,10 @@ def _token_ids(number: int, document: Sequence[int]) -> np.ndarray[Any, np.dtype
 
 @typed_arguments
 def pack(
-    documents: Sequence[Sequence[int]], width: int, targets: Sequence[Sequence[bool]] | None = None
-) -> np.ndarray[Any, np.dtype[np.int32]]:
+    documents: Sequence[Sequence[int] | np.ndarray],
+    width: int,
+    targets: Sequence[Sequence[bool] | np.ndarray] | None = None,
+) -> NDArray[np.int32]:
     """Pack documents one after another into a row of `width` words, [width] int32.
 
     Args:

@@ -1,7 +1,7 @@
 """Export of adapters: a checkpoint's adapters on the host, and a base's tensors with adapters merged in."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from axonn_jax.files.huggingface.export import Tensors
 from axonn_jax.files.huggingface.files import FileSpan
 from axonn_jax.files.huggingface.tensor_map import Bounds, TensorMap
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[np.generic]]
 """Adapter arrays by parameter name, such as `blocks.0.attention.qkv.adapter.a`."""
 
 
@@ -27,14 +27,14 @@ class BaseTensors(Tensors, Protocol):
     """Tensors of a full model, implemented by `Pretrained` and `StoredParameters`."""
 
     @property
-    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    def tensors(self) -> list[tuple[str, np.dtype[np.generic], tuple[int, ...]]]:
         """Name, dtype and shape of each tensor."""
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of this package's parameters, by name."""
 
-    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
         """Return the slice of one of this package's parameters within `bounds`, in `dtype`."""
 
 
@@ -51,7 +51,7 @@ def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
 
 def stored_adapters(
     checkpoint: Checkpoint, stored: StoredLora, shape: ModelShape, field: str
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, NDArray[np.generic]]:
     """Read the adapters of a checkpoint onto the host; raises ``UserError`` if they are missing or unreadable."""
     sizes = {name: size for layer in layers_of(shape, stored.config) for name, size in layer.arrays.items()}
     check_shapes(checkpoint, {PARAMS + name: size for name, size in sizes.items()}, field, only=PARAMS)
@@ -80,10 +80,10 @@ class MergedTensors:
             entry = entries[f"{layer.name}.kernel"]
             assert isinstance(entry, TensorMap)
             self._homes |= {name: (layer, entry, number) for number, name in enumerate(entry.theirs)}
-        self._open: tuple[str, list[NDArray[Any]]] = ("", [])
+        self._open: tuple[str, list[NDArray[np.generic]]] = ("", [])
 
     @property
-    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    def tensors(self) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of each tensor, as in the base."""
         return self._base.tensors
 
@@ -91,7 +91,7 @@ class MergedTensors:
         """Return the location of a tensor in the base's files; None for a tensor that adapters change."""
         return None if name in self._homes else self._base.span(name)
 
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+    def pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield a tensor in pieces along its first dim; a tensor that adapters change comes in float32."""
         if name not in self._homes:
             yield from self._base.pieces(name)
@@ -101,7 +101,7 @@ class MergedTensors:
             yield piece.astype(np.float32) + delta[at : at + len(piece)]
             at += len(piece)
 
-    def _delta(self, layer: AdaptedLayer, entry: TensorMap, number: int) -> NDArray[Any]:
+    def _delta(self, layer: AdaptedLayer, entry: TensorMap, number: int) -> np.ndarray:
         # A fused layer has several tensors, requested one after the other: keep its delta until another layer is
         # opened, and free it before the next one is computed.
         if self._open[0] != layer.name:

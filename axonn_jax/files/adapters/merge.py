@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core.adapters.checksum import checksum, numbers_of, read_numbered
-from axonn_jax.core.adapters.config import StoredLora, layers_of
+from axonn_jax.core.adapters.config import Columns, StoredLora, layers_of
 from axonn_jax.core.adapters.layers import added
 from axonn_jax.core.adapters.stored import base_of
 from axonn_jax.core.checkpoint.restore import Checkpoint, load_weights, resolve_checkpoint
@@ -66,13 +65,19 @@ def merged_weights(
     for layer in layers:
         name = f"{layer.name}.kernel"
         a, b = (adapters.pop(end) for end in layer.arrays)
-        static: dict[str, Any] = {"sharding": params[name].sharding, "columns": tuple(layer.targets.values())}
+        static: dict[str, object] = {"sharding": params[name].sharding, "columns": tuple(layer.targets.values())}
         params[name] = _merged(params[name], a, b, np.float32(stored.config.scale), **static)
     return params
 
 
 @partial(jax.jit, static_argnames=("sharding", "columns"), donate_argnums=0)
 def _merged(
-    kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array, *, sharding: Any, columns: Any
+    kernel: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: jax.Array,
+    *,
+    sharding: Sharding,
+    columns: tuple[Columns | None, ...],
 ) -> jax.Array:
     return jax.lax.with_sharding_constraint(added(kernel, a, b, scale, columns), sharding)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,9 +100,9 @@ def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
 def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapter:
     """Return a stored adapter for a model of these sizes; raises ``UserError`` as `checked_files` does."""
     config, base, files = checked_files(directory, shape, field)
-    arrays = dict[str, NDArray[Any]]()
+    arrays = dict[str, NDArray[np.generic]]()
 
-    def read_full(name: str) -> NDArray[Any]:
+    def read_full(name: str) -> NDArray[np.generic]:
         return files.read(name, tuple((0, length) for length in files.tensors[name].shape)).astype(np.float32)
 
     for layer, _, theirs, columns in _targets(shape, config):
@@ -113,7 +113,7 @@ def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapte
         bounds = tuple((0, size) for size in columns.size)
         zero = np.zeros(1, np.float32)
 
-        def read(name: str, bounds: Bounds, tensors: Mapping[str, Any] = second) -> NDArray[Any]:
+        def read(name: str, bounds: Bounds, tensors: Mapping[str, np.ndarray] = second) -> np.ndarray:
             shape = tuple(stop - start for start, stop in bounds)
             return (
                 tensors[name][tuple(slice(*ends) for ends in bounds)]

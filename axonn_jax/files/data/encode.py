@@ -4,12 +4,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.files.data.read import Document
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 _BATCH = 4 << 20  # characters
 _BATCH_ENTRIES = 1024
@@ -20,7 +23,7 @@ Encoded = tuple[str, int, NDArray[np.uint32]]
 
 
 def encode(
-    tokenizer: Any, documents: Iterable[tuple[str, Document]], begin: Sequence[int], end: int
+    tokenizer: "Tokenizer", documents: Iterable[tuple[str, Document]], begin: Sequence[int], end: int
 ) -> Iterator[Encoded]:
     """Yield ``(split, bytes of text, token ids)``, the ids of a split in the order of its documents.
 
@@ -53,7 +56,7 @@ def encode(
     yield from _short(tokenizer, batch, begin, end)
 
 
-def _short(tokenizer: Any, batch: list[tuple[str, str]], begin: Sequence[int], end: int) -> Iterator[Encoded]:
+def _short(tokenizer: "Tokenizer", batch: list[tuple[str, str]], begin: Sequence[int], end: int) -> Iterator[Encoded]:
     """Yield the tokens of a batch of documents, once per split."""
     # The "fast" variant skips character offsets, which are not needed here.
     encoded = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
@@ -72,13 +75,13 @@ class _Piece:
     suffix: str
     ids: NDArray[np.uint32]
     """Tokens of all three."""
-    seam: Any
+    seam: "Encoding"
     """Encoding of the end of ``text`` with ``suffix``, including each token's character offsets."""
     first: int = 0
     """Index of the piece's first token; earlier tokens belong to the previous piece."""
 
 
-def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+def _long(tokenizer: "Tokenizer", parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Yield ``(bytes of text, token ids)`` of one long document.
 
     A piece encoded on its own differs at both ends: some tokenizers put a space before a text, and words and line ends
@@ -119,7 +122,7 @@ def _pieces(parts: Iterator[str]) -> Iterator[str]:
     yield buffer
 
 
-def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
+def _encoded(tokenizer: "Tokenizer", begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
     around = list(zip(begins, texts, ends, strict=True))
     # Character offsets take as long as the tokens, so only the short seams are encoded with them.
     encodings = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
@@ -134,10 +137,9 @@ def _join(previous: _Piece, following: _Piece) -> int | None:
     ``previous`` is compared from half an overlap before the seam, and ``following`` up to half an overlap after it, so
     that both comparisons stay away from the cut ends. Sets ``following.first``.
     """
-    ids = np.asarray(previous.seam.ids, np.uint32)
+    ids, spans = np.asarray(previous.seam.ids, np.uint32), previous.seam.offsets
     low, cut, high = (
-        bisect_left(range(len(ids)), at, key=lambda token: previous.seam.token_to_chars(token)[0])
-        for at in (_OVERLAP // 2, _OVERLAP, _OVERLAP + _OVERLAP // 2)
+        bisect_left(spans, at, key=lambda span: span[0]) for at in (_OVERLAP // 2, _OVERLAP, _OVERLAP + _OVERLAP // 2)
     )
     last = len(previous.ids) - (len(ids) - cut)
     agree = np.array_equal(previous.ids[len(previous.ids) - (len(ids) - low) :], ids[low:])

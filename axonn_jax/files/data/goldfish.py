@@ -1,7 +1,6 @@
 """Goldfish loss: targets chosen by a hash of the tokens before them do not count, so no text is learned by heart."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ class GoldfishConfig(Settings):
 
 
 @typed_arguments
-def goldfish(batch: Any, k: int, h: int = 13, *, packed: bool = False) -> NDArray[np.int32]:
+def goldfish(batch: object, k: int, h: int = 13, *, packed: bool = False) -> NDArray[np.int32]:
     """Return a batch in which about one target of `k` does not count.
 
     A target is left out if the hash of the `h` tokens before it is a multiple of `k`: so of a passage that is repeated

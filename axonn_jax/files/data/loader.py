@@ -4,7 +4,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -68,7 +68,7 @@ class TokenSamples:
             shard += 1
         return sample
 
-    def _part(self, shard: Shard, offset: int, most: int) -> NDArray[Any]:
+    def _part(self, shard: Shard, offset: int, most: int) -> NDArray[np.generic]:
         """Read words of a shard."""
         # Not from a memory map: a file truncated during a run would kill the process with SIGBUS.
         path, size = self.manifest.path, self.manifest.storage.itemsize
@@ -81,7 +81,7 @@ class TokenSamples:
         if (now.st_size, now.st_mtime_ns) != self.manifest.marks[shard.name]:
             accepted = f"data that stays as it is while it is read; shard {shard.name} has changed"
             raise UserError("data.path", str(path), accepted)
-        part: NDArray[Any] = np.frombuffer(raw, self.manifest.storage)
+        part = np.frombuffer(raw, self.manifest.storage)
         self.manifest.check_ids(part, shard)
         return part
 
@@ -94,7 +94,7 @@ class _OpenShard:
         weakref.finalize(self, os.close, self.number)
 
 
-def _open_shards() -> Any:
+def _open_shards() -> Callable[[Path], _OpenShard]:
     """Return a cache of open shards."""
     # Not an lru_cache on a method: its reference cycle would keep files open until the garbage collector runs.
     return lru_cache(maxsize=_OPEN_SHARDS)(_OpenShard)

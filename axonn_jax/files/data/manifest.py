@@ -79,7 +79,7 @@ class Manifest:
     included: the loss there of the best predictor that ignores all context. Of rows, of the targets that count."""
     skipped: Mapping[str, int]
     """Numbers of files and records left out or cut, by kind."""
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     """The options given, such as field, bos, holdout and seed."""
     tools: Mapping[str, str]
     """Versions of the libraries that wrote the directory."""
@@ -96,7 +96,7 @@ class Manifest:
     """Bytes and time of change (ns) of each shard's file when the manifest was read; not part of the file either."""
 
     @property
-    def storage(self) -> np.dtype[Any]:
+    def storage(self) -> np.dtype[np.generic]:
         """The numpy dtype of the shards."""
         return np.dtype(self.dtype).newbyteorder("<")
 
@@ -162,7 +162,7 @@ class Manifest:
         return replace(manifest, marks=manifest._check_files())
 
     @classmethod
-    def _parse(cls, path: Path, raw: Any) -> "Manifest":
+    def _parse(cls, path: Path, raw: object) -> "Manifest":
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise _bad(path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})")
         if type(version := raw.get("version")) is not int or version not in VERSIONS:
@@ -254,7 +254,7 @@ class Manifest:
                 has = f"the {name} split of {str(self.path)!r} has {tokens} tokens; or prepare more text"
                 raise UserError("model.seq_len", seq_len, f"at most {max(tokens - 1, 0)}: {has}")
 
-    def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
+    def check_ids(self, ids: NDArray[np.generic], shard: Shard) -> None:
         """Raise ``UserError`` if ids, or words of rows, read from a shard are above those of the manifest."""
         if self.packed:
             from axonn_jax.core.models.packed import token_ids  # imports jax, which a stream's readers do not need

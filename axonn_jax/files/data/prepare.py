@@ -157,7 +157,7 @@ def described(folder: Path, files: Mapping[str, bytes], *, skipped: Mapping[str,
 class ShardWriter:
     """Writer of a split's tokens to shards of at most ``limit`` tokens; counts the targets by id."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[np.generic], vocab: int, eot_id: int, limit: int):
         self.split = split
         self.counts = np.zeros(vocab, np.int64)
         self.largest = 0
@@ -223,7 +223,7 @@ def _put(path: Path, raw: bytes) -> None:
     flush(path)
 
 
-def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
+def unigram_entropy(counts: NDArray[np.integer]) -> float:
     """Return ``-sum p ln p`` in nats, with ``p`` the share of each entry of ``counts``; 0 for no counts."""
     seen = counts[counts > 0].astype(np.float64)
     share = seen / max(seen.sum(), 1.0)
@@ -256,7 +256,7 @@ def _training(source: Source, splitter: Holdout, report: Report) -> Iterator[str
 
 
 def _encode(
-    tokenizer: Any,
+    tokenizer: tokenizers.Tokenizer,
     begin: Sequence[int],
     end: int,
     source: Source,

@@ -3,13 +3,16 @@
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from axonn_jax.core.documents import parse_json, read_bytes
 from axonn_jax.core.errors import UserError, refused
 from axonn_jax.core.models.config import ModelShape
 from axonn_jax.files.data.manifest import MAX_VOCAB
 from axonn_jax.files.data.tokenize import EOT_ID, has_our_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_BYTES = 256 << 20
 """Largest size of a file of prompts, in bytes."""
@@ -34,7 +37,7 @@ def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dic
     return prompts
 
 
-def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
+def prompt_ids(tokenizer: "Tokenizer", prompt: str, *, special: bool = True) -> list[int]:
     """Return a prompt's tokens, with the post-processor's if `special`.
 
     With a tokenizer trained by `prepare`, an empty prompt is the end of the document before. Raises ``UserError`` for a
@@ -54,7 +57,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int
 
 
 def ids_within(
-    tokenizer: Any, text: str, seq_len: int, *, special: bool = True, vocab: int = MAX_VOCAB
+    tokenizer: "Tokenizer", text: str, seq_len: int, *, special: bool = True, vocab: int = MAX_VOCAB
 ) -> tuple[int, ...]:
     """Return a prompt's tokens (`prompt_ids`).
 
@@ -82,7 +85,7 @@ class FixedPrompt(NamedTuple):
     ids: tuple[int, ...]
 
 
-def fixed_prompts(path: Path, tokenizer: Any, shape: ModelShape, field: str) -> list[FixedPrompt]:
+def fixed_prompts(path: Path, tokenizer: "Tokenizer", shape: ModelShape, field: str) -> list[FixedPrompt]:
     """Return the prompts of a `.jsonl` file, or of another file with one text per line; errors name `field`."""
     with refused(field, path, "a file of prompts, .jsonl or one a line"):
         raw = read_bytes(path, MOST_BYTES).removeprefix(BOM_UTF8)

@@ -9,7 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from types import ModuleType
+from typing import TextIO
 
 from axonn_jax.core.errors import UserError
 
@@ -98,7 +99,7 @@ def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
         yield "", "unreadable"
 
 
-def _text(row: Any, field: str) -> tuple[str, str]:
+def _text(row: object, field: str) -> tuple[str, str]:
     if row is None:
         return "", "not_json"
     if not isinstance(row, dict) or field not in row:
@@ -113,7 +114,7 @@ def _text(row: Any, field: str) -> tuple[str, str]:
     return text, "" if text else "empty"
 
 
-def _lines(path: Path) -> Iterator[Any]:
+def _lines(path: Path) -> Iterator[object]:
     """Yield the values of JSON Lines, None for a line of other text; blank lines are skipped."""
     with open_binary(path) as file:
         for line in file:
@@ -124,14 +125,14 @@ def _lines(path: Path) -> Iterator[Any]:
                     yield None
 
 
-def _column(path: Path, column: str) -> Iterator[Any]:
+def _column(path: Path, column: str) -> Iterator[object]:
     """Yield the rows of Parquet with one column, or one empty row where the table has no such column."""
     with _arrow(path).parquet.ParquetFile(path) as file:
         present = column in file.schema_arrow.names
     yield from rows_of(path, [column]) if present else [{}]
 
 
-def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, object]]:
     """Yield the rows of Parquet, with all columns or some."""
     with _arrow(path).parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
@@ -162,12 +163,12 @@ def _decompressed(path: Path) -> io.BufferedReader | gzip.GzipFile:
     if path.suffix == ".gz":
         return gzip.GzipFile(path)
     if path.suffix == ".zst":
-        raw: Any = _arrow(path).input_stream(str(path), compression="zstd")
+        raw = _arrow(path).input_stream(str(path), compression="zstd")
         return io.BufferedReader(raw)
     return io.BufferedReader(io.FileIO(path))
 
 
-def _arrow(path: Path) -> Any:
+def _arrow(path: Path) -> ModuleType:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -35,7 +35,7 @@ _INSPECTED = ("added_tokens", "decoder", "pre_tokenizer")
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 
 
-def train(texts: Iterable[str], vocab: int) -> Any:
+def train(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Train a byte-level BPE of exactly ``vocab`` entries; entry 0 is the end-of-text token.
 
     Only merges that occur at least twice are learned, because one seen once says nothing about other text.
@@ -65,7 +65,7 @@ def check_vocab(vocab: int) -> None:
         raise UserError("--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}")
 
 
-def load(file: str | Path, field: str = "data.path") -> Any:
+def load(file: str | Path, field: str = "data.path") -> Tokenizer:
     """Read a ``tokenizer.json`` with all of its settings except truncation and padding.
 
     Like transformers, it also reads added and special tokens from the neighbouring files.
@@ -88,7 +88,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     return tokenizer
 
 
-def has_our_settings(tokenizer: Any) -> bool:
+def has_our_settings(tokenizer: Tokenizer) -> bool:
     """Return True if a tokenizer has the settings of ``train``; vocabulary and merges may differ."""
     if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
         return False
@@ -99,7 +99,7 @@ def has_our_settings(tokenizer: Any) -> bool:
     return bool(expected == settings)
 
 
-def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def _sound(text: str, raw: Mapping[str, object], settings: Mapping[str, object]) -> Tokenizer:
     """Return the tokenizer of a file's text, its `_INSPECTED` keys and the settings in neighbouring files.
 
     Raises ``ValueError``.
@@ -122,7 +122,7 @@ def _sound(text: str, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> An
     return tokenizer
 
 
-def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _split_as_class(tokenizer: Tokenizer, raw: Mapping[str, object], settings: Mapping[str, Any]) -> None:
     """Prepend spaces as transformers does for Llama's classes, which ignore tokenizer.json in this respect."""
     declared = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
     if _of_llama(settings) and isinstance(tokenizer.model, models.BPE) and '"ByteLevel"' not in declared:
@@ -131,11 +131,11 @@ def _split_as_class(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[st
         tokenizer.normalizer, tokenizer.pre_tokenizer = None, pre_tokenizers.Metaspace("\u2581", scheme, split=False)
 
 
-def _of_llama(settings: Mapping[str, Any]) -> bool:
+def _of_llama(settings: Mapping[str, object]) -> bool:
     return str(settings.get("tokenizer_class")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer")
 
 
-def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _add_tokens(tokenizer: Tokenizer, raw: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Add the tokens of the settings in the order and with the flags of transformers.
 
     Raises ``ValueError`` for a token with two ids, or with an id that the library does not assign to it.
@@ -162,7 +162,7 @@ def _add_tokens(tokenizer: Any, raw: Mapping[str, Any], settings: Mapping[str, A
     _check_numbers(tokenizer, numbered)
 
 
-def _check_numbers(tokenizer: Any, numbered: list[tuple[int, str, str]]) -> None:
+def _check_numbers(tokenizer: Tokenizer, numbered: list[tuple[int, str, str]]) -> None:
     added = tokenizer.get_added_tokens_decoder()  # its contents are the texts before normalization
     for number, text, name in numbered:
         current = added[number].content if number in added else tokenizer.id_to_token(number)
@@ -178,7 +178,7 @@ def _token(entry: Any) -> AddedToken:
     return AddedToken(fields["content"], **{key: fields[key] for key in _FLAGS if key in fields})
 
 
-def load_existing(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
+def load_existing(path: Path, field: str) -> tuple[Tokenizer, dict[str, bytes], int]:
     """Return an existing tokenizer, its files by name and a document's end id.
 
     ``path`` is the file, or a directory with ``tokenizer.json``, of `prepare` or of a pretrained model. Raises
@@ -205,12 +205,12 @@ def load_existing(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
     return tokenizer, files, end
 
 
-def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
+def end_of(folder: Path, tokenizer: Tokenizer, field: str) -> int | None:
     """Return a document's end id, by the directory's files, or else EOT's."""
     return next(_ends(folder, tokenizer, field), None)
 
 
-def ends_of(folder: Path, tokenizer: Any, field: str, vocab: int = MAX_VOCAB) -> tuple[int, ...]:
+def ends_of(folder: Path, tokenizer: Tokenizer | None, field: str, vocab: int = MAX_VOCAB) -> tuple[int, ...]:
     """Return the end ids below `vocab` of a text in generation: all in a directory's files, `end_of`'s first.
 
     Without a tokenizer only ids given as numbers count.
@@ -218,7 +218,7 @@ def ends_of(folder: Path, tokenizer: Any, field: str, vocab: int = MAX_VOCAB) ->
     return tuple(end for end in dict.fromkeys(_ends(folder, tokenizer, field)) if end < vocab)
 
 
-def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
+def _ends(folder: Path, tokenizer: Tokenizer | None, field: str) -> Iterator[int]:
     vocab = {} if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
     declared = False
     with contextlib.suppress(OSError, ValueError):
@@ -244,14 +244,14 @@ def check_files(folder: Path, field: str) -> None:
     ends_of(folder, tokenizer, field)
 
 
-def begin_of(tokenizer: Any) -> list[int]:
+def begin_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that a tokenizer's post-processor puts before a text, often one or none."""
     ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     added = len(ids) - len(text)
     return next((ids[:at] for at in range(added + 1) if ids[at : at + len(text)] == text), [])
 
 
-def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str, bytes]:
+def naming_end(files: Mapping[str, bytes], tokenizer: Tokenizer, end: int) -> dict[str, bytes]:
     """Return a tokenizer's files by name, with a tokenizer_config.json that names the end token of documents."""
     token, settings = tokenizer.id_to_token(end), None
     with contextlib.suppress(ValueError):
@@ -285,11 +285,11 @@ def alike(base: Path, prepared: Path, field: str) -> bool:
     return raw == ours
 
 
-def _tokens(folder: Path) -> Any:
+def _tokens(folder: Path) -> dict[str, int]:
     return load(folder / TOKENIZER).get_vocab(with_added_tokens=True)
 
 
-def _byte_level(model: Any) -> Any:
+def _byte_level(model: models.Model) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

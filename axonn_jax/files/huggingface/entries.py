@@ -1,7 +1,6 @@
 """Correspondence of a model's parameters to Hugging Face tensors, and conversion of full models in both directions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
     return "moe.balance_rate moves routers' biases, which its family has not" if lacking and biases_move else ""
 
 
-def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
+def file_names(names: Sequence[str] | Mapping[str, object], shape: ModelShape) -> dict[str, str]:
     """Map the names that `entries_of` uses to those in a file, which may lack the prefix; omits known buffers."""
     prefix = _PREFIX.get(layout_of(shape), "model.")
     by_full_name = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Tensors(Protocol):
     def span(self, name: str) -> FileSpan | None:
         """Return a tensor's location in a source file if it is written unchanged, else None."""
 
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+    def pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield a tensor in pieces along its first dim."""
 
 
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
     """Tensor to be written."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     shape: tuple[int, ...]
 
     @property
@@ -136,7 +136,7 @@ def _shards(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
 
 
 def _header(tensors: Sequence[Planned]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
         header[tensor.name] = {

@@ -177,7 +177,7 @@ def shape_from_config(config: Config) -> ModelShape:
     )
 
 
-def _llama_fields(config: Config, family: Family, hidden: int, heads: int, seq_len: int) -> dict[str, Any]:
+def _llama_fields(config: Config, family: Family, hidden: int, heads: int, seq_len: int) -> dict[str, object]:
     missing = heads if family.kv_heads is None or "num_key_value_heads" in config else family.kv_heads
     fields: dict[str, Any] = {
         "kv_heads": integer(config, "num_key_value_heads", missing),
@@ -238,7 +238,7 @@ def layout_of(shape: ModelShape) -> Layout:
     return layouts.get(family_of(shape), "llama")
 
 
-def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int | None = None) -> dict[str, Any]:
+def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int | None = None) -> dict[str, object]:
     """Return the content of a config.json that transformers 4 and 5 read.
 
     Args:
@@ -251,7 +251,7 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int
         UserError: The shape belongs to no known family.
     """
     name = family_of(shape)
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "architectures": [FAMILIES[name].architecture],
         "model_type": name,
         "torch_dtype": dtype,

@@ -5,7 +5,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ from axonn_jax.core.errors import UserError
 from axonn_jax.files.huggingface.pretrained import no_model, root_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES: Mapping[str, np.dtype[Any]] = {
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
@@ -38,7 +38,7 @@ class StoredTensor(NamedTuple):
     """Header entry of a stored tensor."""
 
     file: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     shape: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ class FileSpan(NamedTuple):
 
     path: Path
     start: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype
 
 
 class TensorFiles:
@@ -66,7 +66,7 @@ class TensorFiles:
         self.directory, self._field, self._single = directory, field, single
         self.bytes_read = 0
         """Bytes of tensors that `read` has returned."""
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         self._starts: dict[str, dict[str, int]] = {}
         self.tensors: dict[str, StoredTensor] = {}
         """All tensors, by their names in the files."""
@@ -81,7 +81,7 @@ class TensorFiles:
         """Total bytes of all tensors."""
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
-    def read(self, name: str, bounds: tuple[tuple[int, int], ...]) -> NDArray[Any]:
+    def read(self, name: str, bounds: tuple[tuple[int, int], ...]) -> NDArray[np.generic]:
         """Return the slice of a tensor within `bounds`; reads nothing else of its file.
 
         Raises:
@@ -98,7 +98,7 @@ class TensorFiles:
             raise UserError(f"{self._field}: tensor {name}", "infinite or NaN", accepted)
         return part  # type: ignore[no-any-return]
 
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+    def pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield a tensor in pieces along its first dim, so that memory does not grow with its size."""
         shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
         if not shape:
@@ -191,14 +191,14 @@ class TensorFiles:
                 raise self._bad(stored.file, f"only tensors that {INDEX} has; {tensor[:200]!r} is not among them")
 
 
-def _finite(part: NDArray[Any]) -> bool:
+def _finite(part: np.ndarray) -> bool:
     # Also False for float64 values that overflow float32. Checked in pieces whose copies stay in the cores' caches.
     flat = part.reshape(-1)
     rows = _PIECE // flat.itemsize
     return all(_all_finite(flat[at : at + rows]) for at in range(0, flat.size, rows))
 
 
-def _all_finite(piece: NDArray[Any]) -> bool:
+def _all_finite(piece: NDArray[np.generic]) -> bool:
     if bits := _EXPONENTS.get(piece.dtype):  # `isfinite` takes six times as long for these dtypes
         return not np.any(piece.view(np.uint16) & bits == bits)
     with np.errstate(over="ignore"):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from axonn_jax.core.models.config import ModelShape
 from axonn_jax.files.huggingface.entries import entries_of
 from axonn_jax.files.huggingface.files import DTYPES
 from axonn_jax.files.huggingface.tensor_map import Bounds, EntryMap, ExpertMap
+
+if TYPE_CHECKING:
+    import tensorstore
 
 
 class StoredParameters:
@@ -50,14 +53,14 @@ class StoredParameters:
                 raise entry.not_zero()
 
     @property
-    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    def tensors(self) -> list[tuple[str, np.dtype[np.generic], tuple[int, ...]]]:
         """Name, dtype and shape of each tensor, in the order of the forward pass."""
         return [(name, self._dtype(entry), size) for entry in self._entries for name, size in entry.theirs.items()]
 
     def span(self, name: str) -> None:
         """Return None: no file stores a tensor in Hugging Face's layout."""
 
-    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
         """Return the part within `bounds` of one of this package's parameters."""
         entry = next(entry for entry in self._entries if entry.ours == ours)
         return self._part(entry, bounds).astype(dtype)
@@ -67,19 +70,19 @@ class StoredParameters:
         """Sizes of this package's parameters."""
         return {entry.ours: entry.size for entry in self._entries}
 
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+    def pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield a tensor in pieces along the first dim; fast if tensors are read in the order of `tensors`."""
         entry, number = self._homes[name]
         return entry.chunks(number, partial(self._part, entry), self._dtype(entry).itemsize)
 
-    def _part(self, entry: EntryMap, bounds: Bounds) -> NDArray[Any]:
+    def _part(self, entry: EntryMap, bounds: Bounds) -> NDArray[np.generic]:
         try:
             return np.asarray(self._array(entry)[tuple(slice(*ends) for ends in bounds)].read().result())
         except (ValueError, IndexError, OSError) as error:
             accepted = f"a valid checkpoint; {entry.ours}: {reason(error)}"
             raise UserError(self._field, str(self._checkpoint.path), accepted) from None
 
-    def _array(self, entry: EntryMap) -> Any:
+    def _array(self, entry: EntryMap) -> "tensorstore.TensorStore":
         if self._open[0] != entry.ours:
             self._open = ("", None)  # free the cache of the previous array first
             # Cache the full parameter: one entry may hold several tensors, each of which would read it again.
@@ -89,5 +92,5 @@ class StoredParameters:
             self._open = (entry.ours, stored_array(part, name, 2 * size))
         return self._open[1]
 
-    def _dtype(self, entry: EntryMap) -> np.dtype[Any]:
+    def _dtype(self, entry: EntryMap) -> np.dtype[np.generic]:
         return np.dtype(self._checkpoint.manifest.arrays[PARAMS + entry.ours].dtype)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.terminal import redraws
@@ -71,7 +71,7 @@ def resolve_path(
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
         class Silent(tqdm):  # type: ignore[misc, type-arg]
-            def __init__(self, *args: Any, **options: Any):
+            def __init__(self, *args: object, **options: object):
                 super().__init__(*args, **{**options, "disable": True})
 
         shown = kind == "model" and redraws(sys.stderr)  # `prepare` shows the progress of data itself

@@ -27,7 +27,7 @@ def load_into(pretrained: Pretrained, abstract: Mapping[str, jax.ShapeDtypeStruc
 
 
 def _load(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.Array:
-    sharding: Any = want.sharding
+    sharding = want.sharding
     # Group devices by bounds, so that a replicated shard is read once and copied to all of its devices.
     places_of: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(want.shape).items():

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from axonn_jax.core.checkpoint.readers import ADAPTER, CONFIG, WEIGHTS, reader_of
 from axonn_jax.core.documents import TOML_BYTES, check_pointer, parse_toml, read_bytes, read_json, write_atomically
@@ -76,12 +75,12 @@ def no_model(directory: Path, field: str, missing: str) -> UserError:
     return UserError(field, str(directory), f"a directory with {CONFIG} and safetensors; there is no {missing}")
 
 
-def read_config(directory: Path, field: str) -> dict[str, Any]:
+def read_config(directory: Path, field: str) -> dict[str, object]:
     """Return the content of config.json; raises ``UserError``, in which `field` names the directory."""
     return read_object(directory / CONFIG, field, _MOST_CONFIG, lambda: no_model(directory, field, CONFIG))
 
 
-def read_object(path: Path, field: str, most: int, missing: Callable[[], UserError] | None = None) -> dict[str, Any]:
+def read_object(path: Path, field: str, most: int, missing: Callable[[], UserError] | None = None) -> dict[str, object]:
     """Return the object in a JSON file of at most `most` bytes; raises ``UserError``, or `missing()` without a file."""
     try:
         content = read_json(path, most, inside=root_of(path.parent))
@@ -205,7 +204,7 @@ def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterato
     for name in (SETTINGS, CONFIG, GENERATION):
         try:
             if name == SETTINGS:
-                raw: Any = tokenizer_settings(directory, field)
+                raw = tokenizer_settings(directory, field)
             else:
                 raw = read_json(directory / name, _MOST_CONFIG, inside=root)
         except OSError:
@@ -221,7 +220,7 @@ def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterato
                     yield end
 
 
-def tokenizer_settings(directory: Path, field: str) -> dict[str, Any]:
+def tokenizer_settings(directory: Path, field: str) -> dict[str, object]:
     """Return the settings of a tokenizer as transformers reads them; raises ``UserError`` for an unreadable file.
 
     Without `added_tokens_decoder` in tokenizer_config.json, it is built from special_tokens_map.json and

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ class Pretrained:
         self.entries = {entry.ours: entry for entry in check_tensors(sizes, self.shape, field)}
 
     @property
-    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    def tensors(self) -> list[tuple[str, np.dtype[np.generic], tuple[int, ...]]]:
         """Full name, dtype and shape of each tensor in forward order; a tied tensor is listed once."""
         names = [name for entry in self.entries.values() for name in entry.theirs]
         return [(name, *self.files.tensors[self._names[name]][1:]) for name in names]
@@ -45,7 +44,7 @@ class Pretrained:
         """Shapes of this package's parameters, by name."""
         return {ours: entry.size for ours, entry in self.entries.items()}
 
-    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+    def pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield the tensor of a full name in pieces; raises ``UserError`` if a tied head differs from the table."""
         table = next(iter(self.entries[TABLE].theirs))
         if name == table and self.shape.tied and HEAD in self._names:
@@ -64,7 +63,7 @@ class Pretrained:
             return None
         return self.files.span(self._names[name])
 
-    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[np.generic]) -> np.ndarray:
         """Return the slice of our parameter `ours` within `bounds`, in `dtype`; zero beyond its size."""
         entry = self.entries[ours]
         value = entry.read(bounds, self._part, dtype)
@@ -74,5 +73,5 @@ class Pretrained:
                 raise not_tied(self._field)
         return value
 
-    def _part(self, name: str, bounds: Bounds) -> NDArray[Any]:
+    def _part(self, name: str, bounds: Bounds) -> NDArray[np.generic]:
         return self.files.read(self._names[name], bounds)

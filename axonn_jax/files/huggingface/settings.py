@@ -69,7 +69,7 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return value
 
 
-def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
+def rope_fields(config: Config, seq_len: int) -> dict[str, object]:
     """Return the rotary fields of `ModelShape`, from transformers 5's `rope_parameters` or the older pair of fields."""
     only(config, "partial_rotary_factor", 1.0, 1)
     # transformers prefers the older field if a config has both.
@@ -95,7 +95,7 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
         expected |= {"truncate"}
     for extra in sorted(map(str, rope.keys() - expected)):
         only(rope, extra, of=of)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "rope_theta": number(rope, "rope_theta", number(config, "rope_theta", 10_000.0), of),
         "rope_scaling": kind,
     }
@@ -106,9 +106,9 @@ def rope_fields(config: Config, seq_len: int) -> dict[str, Any]:
     return fields
 
 
-def rope_config(shape: ModelShape) -> dict[str, Any]:
+def rope_config(shape: ModelShape) -> dict[str, object]:
     """Return the older pair of fields, `rope_theta` and `rope_scaling`, which transformers 4 and 5 both read."""
-    kind, scaling = shape.rope_scaling, dict[str, Any]()
+    kind, scaling = shape.rope_scaling, dict[str, object]()
     if kind != "none":
         parameters = {name: getattr(shape, f"rope_{name}") for name in _SCALINGS[kind]}
         scaling = {"rope_type": kind} | {name: value for name, value in parameters.items() if value}
@@ -144,19 +144,19 @@ def window_of(config: Config, windows: Windows) -> int:
     return size
 
 
-def window_config(shape: ModelShape, windows: Windows) -> dict[str, Any]:
+def window_config(shape: ModelShape, windows: Windows) -> dict[str, object]:
     """Return the window fields of config.json."""
     window = shape.window
-    config: dict[str, Any] = {} if windows == "none" else {"sliding_window": window or None}
+    config: dict[str, object] = {} if windows == "none" else {"sliding_window": window or None}
     if windows in ("switched", "chosen"):
         first = 0 if window or windows == "switched" else shape.layers
         config |= {"use_sliding_window": bool(window), "max_window_layers": first}
     return config
 
 
-def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
+def score_fields(config: Config, head_dim: int) -> dict[str, object]:
     """Return the score fields of `ModelShape`: the soft caps (null: none) and the divisor."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         ours: 0.0 if key in config and config[key] is None else number(config, key, default)
         for key, (ours, default) in CAPS.items()
     }
@@ -164,12 +164,12 @@ def score_fields(config: Config, head_dim: int) -> dict[str, Any]:
     return fields if divisor == head_dim else fields | {"score_dim": divisor}
 
 
-def score_config(shape: ModelShape) -> dict[str, Any]:
+def score_config(shape: ModelShape) -> dict[str, object]:
     """Return the score fields of config.json."""
     return {key: getattr(shape, ours) or None for key, (ours, _) in CAPS.items()} | {_DIVISOR: shape.score_dim}
 
 
-def expert_fields(config: Config, *, expert_width: bool) -> dict[str, Any]:
+def expert_fields(config: Config, *, expert_width: bool) -> dict[str, object]:
     """Return the expert fields of `ModelShape`.
 
     Args:
@@ -221,7 +221,7 @@ def _layers_with_experts(config: Config) -> tuple[int, int]:
     raise UserError("config.mlp_only_layers", dense, f"{accepted} is supported")
 
 
-def expert_config(shape: ModelShape, *, expert_width: bool) -> Mapping[str, Any]:
+def expert_config(shape: ModelShape, *, expert_width: bool) -> Mapping[str, object]:
     """Return the expert fields of config.json, Qwen3-MoE's if `expert_width`, else Mixtral's."""
     common = {"num_experts_per_tok": shape.experts_per_token}
     if not expert_width:  # Mixtral has experts in every layer, so `intermediate_size` is their width

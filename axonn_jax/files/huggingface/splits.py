@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from axonn_jax.core.errors import UserError, first_of, refused
 from axonn_jax.files.huggingface.hub import commit_of, hub_name, resolve_path
@@ -101,7 +101,7 @@ def _with_slash(pattern: str) -> str:
     return pattern if "/" in pattern or not pattern[:1].isalnum() else f"[{pattern[0]}/]{pattern[1:]}"
 
 
-def _configs(card: Path) -> dict[str, Mapping[str, Any]]:
+def _configs(card: Path) -> dict[str, Mapping[str, object]]:
     if not card.is_file():
         return {}
     from huggingface_hub import metadata_load
@@ -112,7 +112,7 @@ def _configs(card: Path) -> dict[str, Mapping[str, Any]]:
     return {str(entry.get("config_name", "default")): entry for entry in entries if isinstance(entry, dict)}
 
 
-def _select_config(configs: Mapping[str, Mapping[str, Any]], config: str | None) -> Mapping[str, Any] | None:
+def _select_config(configs: Mapping[str, Mapping[str, object]], config: str | None) -> Mapping[str, object] | None:
     # Without a name: the config marked as default, or named default, or the only one.
     if config is not None:
         return configs.get(config)
@@ -121,7 +121,7 @@ def _select_config(configs: Mapping[str, Mapping[str, Any]], config: str | None)
     return next(iter([*marked, *filter(None, [configs.get("default")]), *only_config]), None)
 
 
-def _splits(files: Any) -> dict[str, list[str]]:
+def _splits(files: object) -> dict[str, list[str]]:
     # Patterns by split. Entries without a split belong to train.
     splits = dict[str, list[str]]()
     for entry in files if isinstance(files, list) else [files]:

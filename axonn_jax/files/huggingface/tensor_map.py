@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from axonn_jax.core.errors import UserError
 
@@ -14,7 +12,7 @@ from axonn_jax.core.errors import UserError
 # and gradients alike. A slice of a parameter is assembled from the matching slices of tensors, so that a process never
 # needs more in memory than the shards it owns.
 
-Array = NDArray[Any]
+Array = np.ndarray
 """Array of any dtype, which maps preserve."""
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dim."""
@@ -43,7 +41,7 @@ class TensorMap:
     transposed: bool = False
     heads: tuple[int, int, int] | None = None
 
-    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
+    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[np.generic]) -> Array:
         """Return the slice of our parameter within `bounds` in `dtype`; zero beyond its size (padded vocabulary)."""
         *rows, (start, stop) = [(min(a, size), min(b, size)) for (a, b), size in zip(bounds, self.size, strict=True)]
         shape = tuple(b - a for a, b in bounds)
@@ -133,7 +131,7 @@ class ExpertMap:
     size: tuple[int, ...]
     theirs: Mapping[str, tuple[int, ...]]
 
-    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
+    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[np.generic]) -> Array:
         """Return the slice of our parameter within `bounds` in `dtype`; reads only tensors of experts inside them."""
         out = np.zeros(tuple(stop - start for start, stop in bounds), dtype)
         if self.theirs:

@@ -4,14 +4,17 @@ import contextlib
 import json
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from axonn_jax.core.documents import read_bytes, read_json
 from axonn_jax.core.errors import UserError
 from axonn_jax.files.huggingface.pretrained import SETTINGS, root_of, template_names, tokenizer_settings
+
+if TYPE_CHECKING:
+    import jinja2
 
 FILE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -33,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], field: str, value: object):
         sources = {DEFAULT: source} if isinstance(source, str) else source
-        self._tokens, self._programs = dict(tokens), dict[str, tuple[Any, _Spans]]()
+        self._tokens, self._programs = dict(tokens), dict[str, tuple["jinja2.Template", _Spans]]()
         self.source = "".join(sources.values())
         """Text of all templates."""
         try:
@@ -74,11 +77,11 @@ class ChatTemplate:
         names = {key, *_REASONING[:2]} if key in _REASONING else {key}
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
 
-    def is_tagged(self, tools: Any = None) -> bool:
+    def is_tagged(self, tools: object = None) -> bool:
         """Return True if the template of a conversation with such tools marks answers by `{% generation %}`."""
         return self._program(tools)[1].tagged
 
-    def _program(self, tools: Any) -> "tuple[Any, _Spans]":
+    def _program(self, tools: object) -> "tuple[jinja2.Template, _Spans]":
         """Return the template of a conversation: an empty list of tools counts as tools, as in transformers."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._programs else DEFAULT
         if name not in self._programs:
@@ -86,11 +89,11 @@ class ChatTemplate:
             raise UserError("tools", tools, accepted)
         return self._programs[name]
 
-    def text(self, messages: Any, tools: Any = None, *, answers: bool = True) -> str:
+    def text(self, messages: object, tools: object = None, *, answers: bool = True) -> str:
         """Return the text of a conversation, by default up to where the model answers."""
         return self.spans(messages, tools, answers=answers)[0]
 
-    def spans(self, messages: Any, tools: Any = None, *, answers: bool = False) -> tuple[str, list[tuple[int, int]]]:
+    def spans(self, messages: Any, tools: object = None, *, answers: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the characters that the template marks as answers.
 
         Args:
@@ -118,7 +121,7 @@ class ChatTemplate:
         return "".join(pieces), spans.marked
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Mapping[str, object]) -> dict[str, object]:
     """Return a message as transformers passes it to templates: without nulls, and with aliases of its reasoning."""
     # A null would be rendered as the text "None".
     fields = {key: value for key, value in message.items() if value is not None}
@@ -193,11 +196,12 @@ def _bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _environment(spans: _Spans) -> Any:
+def _environment(spans: _Spans) -> "jinja2.Environment":
     """Return jinja's sandbox with the names that transformers gives a chat template."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
@@ -206,12 +210,12 @@ def _environment(spans: _Spans) -> Any:
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> nodes.Node:
             spans.tagged, line = True, next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
-        def _marked(self, caller: Any) -> str:
+        def _marked(self, caller: Callable[[], str]) -> str:
             text: str = caller()
             spans.mark(text)
             return text
@@ -219,7 +223,7 @@ def _environment(spans: _Spans) -> Any:
     class Names(Namespace):
         """Namespace that gives no access to the interpreter's attributes."""
 
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             if name.startswith("_"):
                 raise SecurityError(f"a namespace has no {name!r}")
             super().__setitem__(name, value)
@@ -227,7 +231,7 @@ def _environment(spans: _Spans) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

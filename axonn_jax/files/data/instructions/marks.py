@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from axonn_jax.files.data.instructions.mix import Mix, MixedRow
 from axonn_jax.files.data.instructions.pack import MarkedTokens
 from axonn_jax.files.data.instructions.templates import Passage, Template, Unmarked
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
 _AT_ONCE = 512  # documents that the tokenizer encodes on all cores
 
 
@@ -21,7 +24,7 @@ def encoded(
     rows: Iterator[tuple[str, MixedRow]],
     template: Template,
     loss: InstructionLoss,
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     begin: Sequence[int],
     end: int,
     unmarked: dict[str, UserError],
@@ -42,7 +45,7 @@ def encoded(
                 yield split, row, ready if answers else ready._replace(counts=np.zeros_like(ready.counts))
             elif (text := conversation.document) is not None:
                 # The passage adds the end token, so a text that already ends with it must not get a second one.
-                text = text.removesuffix(tokenizer.id_to_token(end))
+                text = text.removesuffix(tokenizer.id_to_token(end) or "")
                 yield split, row, [Passage(text, [(0, len(text))] if answers else [], True)]
             else:
                 try:
@@ -65,7 +68,7 @@ def encoded(
 
 
 def marked(
-    tokenizer: Any, documents: Sequence[list[Passage] | MarkedTokens], begin: Sequence[int], end: int
+    tokenizer: "Tokenizer", documents: Sequence[list[Passage] | MarkedTokens], begin: Sequence[int], end: int
 ) -> list[MarkedTokens]:
     """Return the tokens of documents; a token counts if any of its characters belongs to an answer.
 
@@ -86,7 +89,7 @@ def marked(
     ]
 
 
-def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end: int) -> MarkedTokens:
+def _document(passages: Iterable[tuple[Passage, "Encoding"]], begin: Sequence[int], end: int) -> MarkedTokens:
     ids, counts, size = list[int](), list[NDArray[np.bool_]](), 0
     for passage, encoding in passages:
         ids += encoding.ids

@@ -1,7 +1,7 @@
 """Packing of documents into rows of one length: first-fit decreasing within windows."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class Packer:
 
 def first_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
     """Return the indices of the documents in each row, by first-fit decreasing."""
-    rooms: NDArray[Any] = np.full(len(lengths), width)
+    rooms = np.full(len(lengths), width)
     rows: list[list[int]] = []
     # A stable sort keeps documents of equal length in order, which makes the packing reproducible.
     for at in np.argsort(-np.asarray(lengths), kind="stable").tolist():

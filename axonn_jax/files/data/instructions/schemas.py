@@ -34,7 +34,7 @@ class Conversation(NamedTuple):
     """Conversation to train on."""
 
     messages: Messages
-    tools: Any = None
+    tools: object = None
     """Descriptions of tools, as a chat template takes them."""
     untrained: frozenset[int] = frozenset()
     """Numbers of the messages that marks leave out."""
@@ -66,7 +66,7 @@ class Conversation(NamedTuple):
         if self.ready is not None:
             return json.dumps([self.ready.ids.tolist(), self.ready.counts.tolist()])
         first = dict(zip(("instruction", "input"), self.instruction_input or (), strict=False))
-        parts: list[Any] = [self.messages[0] | first, *self.messages[1:]]
+        parts: list[object] = [self.messages[0] | first, *self.messages[1:]]
         parts += [{"tools": self.tools}] * (self.tools is not None)
         parts += [{"untrained": sorted(self.untrained)}] * bool(self.untrained)
         parts += [{"prompt": self.prompt}] * bool(self.prompt)
@@ -114,12 +114,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(row: Mapping[str, object]) -> dict[str, object]:
     """Return a table's row without nulls at any depth, except those of `content`."""
     # Parquet fills every key that only some rows have with null, which must not count as present; a null `content` has
     # a meaning, as that of a message with tool calls.
 
-    def entry(value: Any) -> Any:
+    def entry(value: object) -> object:
         if isinstance(value, list) and isinstance((value or [0])[0], dict | list):
             return [*map(entry, value)]
         if isinstance(value, dict):
@@ -129,7 +129,7 @@ def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: entry(value) for key, value in row.items() if value is not None}
 
 
-def _row(line: bytes, number: int) -> dict[str, Any]:
+def _row(line: bytes, number: int) -> dict[str, object]:
     """Return the object of a line without nulls, all of whose texts UTF-8 can express."""
     try:
         row = parse_json(line)
@@ -228,13 +228,13 @@ def _ready(row: Mapping[str, Any], vocab_ids: Set[int]) -> MarkedTokens:
     return MarkedTokens(tokens, counts, 0)
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _text(row: Mapping[str, object], key: str) -> str:
     if not isinstance(row[key], str):
         raise UserError("row", dict(row), f"a text in {key!r}; this is {type(row[key]).__name__}")
     return str(row[key])
 
 
-def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
     """Return a row's tools, which may be JSON in a string; an empty list is not the same as None."""
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -247,7 +247,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _listed(entries: Any) -> tuple[Messages, frozenset[int]]:
+def _listed(entries: object) -> tuple[Messages, frozenset[int]]:
     """Return a list's messages without their marks, and the numbers of the messages that marks exclude."""
     accepted = 'messages as a list of objects such as {"role": "user", "content": "hi"}'
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):

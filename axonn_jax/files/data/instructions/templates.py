@@ -195,7 +195,7 @@ class Jinja:
             return len(prefix), len(prefix) + len(body)
         raise Unmarked("--template", text[-80:], "a template in whose text each answer can be found; or --loss all")
 
-    def _parted(self, talk: Sequence[Any], tools: Any, at: int, mark: str) -> tuple[str, str]:
+    def _parted(self, talk: Sequence[Any], tools: object, at: int, mark: str) -> tuple[str, str]:
         """Return the text before and behind the content of message number `at`."""
         changed = [*talk[:at], talk[at] | {"content": mark}, *talk[at + 1 :]]
         prefix, place, suffix = self.template.text(changed, tools, answers=False).rpartition(mark)

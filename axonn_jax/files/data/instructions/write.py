@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from axonn_jax.files.data.prepare import (
 )
 from axonn_jax.files.huggingface.pretrained import TEMPLATES
 from axonn_jax.files.huggingface.splits import files_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _WORD = np.dtype("uint32")
 _SHOWN = 5
@@ -137,7 +140,7 @@ def prepare_instructions(
         # Store the template with the tokenizer, so that generation prompts the model in the form of its training.
         if used and options.template != "chat":
             files = {name: raw for name, raw in files.items() if not name.startswith(f"{TEMPLATES}/")}
-            files[FILE] = template.jinja(encoder.id_to_token(end)).encode()
+            files[FILE] = template.jinja(encoder.id_to_token(end) or "").encode()
         manifest = described(
             partial,
             files,
@@ -163,7 +166,7 @@ def prepare_instructions(
     return manifest, lines
 
 
-def _user_options(options: InstructionOptions, template: str) -> dict[str, Any]:
+def _user_options(options: InstructionOptions, template: str) -> dict[str, object]:
     """Return the options as recorded in the manifest."""
     return {
         "template": options.template,
@@ -221,8 +224,8 @@ class _Rows:
     def _write(self, row: list[MarkedTokens]) -> None:
         from axonn_jax.core.models.packed import counted_targets, pack, token_ids  # imports jax, a second
 
-        ids: Any = [document.ids for document in row]
-        counts: Any = [document.counts for document in row]
+        ids = [document.ids for document in row]
+        counts = [document.counts for document in row]
         words = pack(ids, self._width, counts)
         targets = token_ids(words[1:])[counted_targets(words, packed=True)]
         self.writer.add(words.view(np.uint32), targets, len(row))
@@ -270,11 +273,11 @@ def _refused(name: str, lines: Mapping[str, UserError]) -> Iterator[str]:
         yield f"  {line}: {error.accepted}"
 
 
-def _ends(encoder: Any, tokenizer: Path, rows: dict[str, _Rows]) -> Iterator[str]:
+def _ends(encoder: "Tokenizer", tokenizer: Path, rows: dict[str, _Rows]) -> Iterator[str]:
     """Yield lines on the begin and end tokens that the conversations lack."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     ends, train = tokenize.ends_of(folder, encoder, "--tokenizer"), rows["train"]
     if not train.writer.counts[[*ends]].any():
-        yield f"no target is {' or '.join(map(encoder.id_to_token, ends))}, at which generation ends"
+        yield f"no target is {' or '.join(str(encoder.id_to_token(each)) for each in ends)}, at which generation ends"
     if (begin := tokenize.begin_of(encoder)) and train.first not in (None, begin[0]):
         yield f"conversations begin without {encoder.id_to_token(begin[0])}, the tokenizer's begin token: --bos adds it"
