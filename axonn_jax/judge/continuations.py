@@ -1,7 +1,7 @@
 """Generation of function bodies for a suite's prompts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.models.config import ModelShape
@@ -13,9 +13,12 @@ from axonn_jax.text.inference.sampling import Sampling
 from axonn_jax.text.inference.slots import Request, numbered
 from axonn_jax.text.inference.texts import write
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 def requests_of(
-    entries: Sequence[Entry], tokenizer: Any, form: PromptForm, shape: ModelShape, *, samples: int, tokens: int
+    entries: Sequence[Entry], tokenizer: "Tokenizer", form: PromptForm, shape: ModelShape, *, samples: int, tokens: int
 ) -> list[Request]:
     """Return the generation requests for the samples of every prompt.
 
@@ -44,7 +47,7 @@ def requests_of(
 
 def continuations(
     generator: Generator,
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     entries: Sequence[Entry],
     form: PromptForm,
     requests: Sequence[Request],

@@ -86,7 +86,7 @@ def read_results(path: Path, field: str) -> list[Judged]:
     return file.problems(objects)
 
 
-def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
+def judged(entries: Sequence[Mapping[str, object]]) -> list[Judged]:
     """Return the problems of results that this package has written."""
     return _File(Path("results"), "results", "results").problems(dict(enumerate(entries)))
 
@@ -157,7 +157,7 @@ class _File(NamedTuple):
             raise self.fault(f"{where}.best_sequential_runtime", None, "a number of seconds beside a valid run")
         return Sample(output["did_build"], read, sequential, output["is_source_valid"], place)
 
-    def _run(self, where: str, run: Mapping[str, Any]) -> TimedRun:
+    def _run(self, where: str, run: Mapping[str, object]) -> TimedRun:
         if not isinstance(valid := run.get("is_valid", UNSET), bool | None):
             raise self.fault(f"{where}.is_valid", valid, "true, false or null")
         seconds = self._seconds(where, run, "runtime")
@@ -175,7 +175,7 @@ class _File(NamedTuple):
             raise self.fault(f"{where}.{key}", value, "a number of seconds, or null")
         return float(value)
 
-    def _count(self, where: str, values: Mapping[str, Any], key: str) -> int | None:
+    def _count(self, where: str, values: Mapping[str, object], key: str) -> int | None:
         value = values.get(key)
         # bool is a subclass of int, so true would pass as 1.
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31):

@@ -85,7 +85,7 @@ class Judge:
             raise UserError("--execute", True, accepted)
         self._references[problem.name, model] = done["best_sequential_runtime"]
 
-    def _run(self, program: Path, problem: Problem, threads: int) -> dict[str, Any]:
+    def _run(self, program: Path, problem: Problem, threads: int) -> dict[str, object]:
         limits = replace(self.limits, memory=self.limits.memory + threads * _A_THREAD, threads=threads)
         command, environ = [str(program), str(problem.size), str(_SEED)], {"OMP_NUM_THREADS": str(threads)}
         ended = run_under(command, self._empty, limits, filtered=True, environ=environ)
@@ -124,7 +124,7 @@ def judging(suite: str, command: Sequence[str], limits: Limits) -> Iterator[Judg
 @contextmanager
 def resumable_results(
     path: Path, settings: Sequence[object]
-) -> Iterator[tuple[list[dict[str, Any]], Callable[[dict[str, Any]], None]]]:
+) -> Iterator[tuple[list[dict[str, object]], Callable[[dict[str, object]], None]]]:
     """Provide the results of an interrupted evaluation in order, and a function that appends the next one.
 
     Args:
@@ -135,7 +135,7 @@ def resumable_results(
         UserError: The file cannot be written.
     """
     header, raw = sha256(json.dumps(settings).encode()).hexdigest().encode(), b""
-    results: list[dict[str, Any]] = []
+    results: list[dict[str, object]] = []
     with refused("--out", path, _WRITABLE):
         with suppress(FileNotFoundError, ValueError), open_regular(path) as stored:
             raw = stored.read()
@@ -149,7 +149,7 @@ def resumable_results(
         if results:
             write_atomically(path, b"\n".join([header, *lines[: len(results)], b""]))
 
-    def add(result: dict[str, Any]) -> None:
+    def add(result: dict[str, object]) -> None:
         with refused("--out", path, _WRITABLE):
             if not results:  # the file is missing, or of other settings
                 write_atomically(path, header + b"\n")
@@ -165,12 +165,12 @@ def judge_all(
     judge: Judge,
     problems: Sequence[Problem],
     entries: Sequence[dict[str, Any]],
-    cached: Sequence[dict[str, Any]],
+    cached: Sequence[dict[str, object]],
     *,
-    add: Callable[[dict[str, Any]], None],
+    add: Callable[[dict[str, object]], None],
     progress: Callable[[int, str], None],
-    save: Callable[[list[dict[str, Any]]], None],
-) -> list[dict[str, Any]]:
+    save: Callable[[list[dict[str, object]]], None],
+) -> list[dict[str, object]]:
     """Judge all samples of ParEval's generations and return the results.
 
     Args:
