@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.terminal import say
 
 
-def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, Any]:
+def write_adapter_of(source: Path, dest: Path, *, force: bool) -> dict[str, object]:
     """Write the adapters of a run or of one of its checkpoints, and return a summary.
 
     Args:

@@ -17,7 +17,7 @@ from axonn_jax.core.terminal import columns, wrapped
 T = TypeVar("T")
 
 # Per type: the placeholder in help, and the noun in error messages.
-_NOUNS: Mapping[Any, tuple[str, str]] = {
+_NOUNS: Mapping[object, tuple[str, str]] = {
     int: ("INT", "an integer"),
     float: ("FLOAT", "a number"),
     str: ("STR", "a text"),
@@ -145,7 +145,7 @@ def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:
     return min(at, len(argv))
 
 
-def _parse_words(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], Any]:
+def _parse_words(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], object]:
     positional = [option for option in options if option.arg.positional and not option.arg.takes_tail]
     flagged = [option for option in options if not option.arg.positional and not option.arg.settings]
     flags = {option.flag.replace("_", "-"): option for option in flagged}
@@ -200,8 +200,8 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _build(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
-    kwargs, hints = dict[str, Any](), get_type_hints(cls)
+def _build(cls: type[T], values: Mapping[tuple[str, ...], object]) -> T:
+    kwargs, hints = dict[str, object](), get_type_hints(cls)
     for field in fields(cls):  # type: ignore[arg-type]
         if is_dataclass(kind := hints[field.name]):
             inner = {path[1:]: value for path, value in values.items() if path[0] == field.name}
@@ -212,7 +212,7 @@ def _build(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
 
 
 def _options(
-    cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: Any = MISSING
+    cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: object = MISSING
 ) -> Iterator[Option]:
     # Docstrings are read from the source, which only help needs: `texts` is False while parsing.
     hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls) if texts else {}
@@ -240,7 +240,7 @@ def _options(
         yield from _options(kind, texts, below, text, value_default)  # type: ignore[arg-type]
 
 
-def default_of(field: "Field[Any]") -> Any:
+def default_of(field: "Field[Any]") -> object:
     """Return the default value of a field; `MISSING` if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 

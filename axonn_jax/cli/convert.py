@@ -222,7 +222,7 @@ def _generated_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes
     return files
 
 
-def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
+def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, object]:
     import ml_dtypes
     import numpy as np
 

@@ -48,8 +48,8 @@ def run(args: Inspect) -> int:
     return 0 if any(row["valid"] for row in rows) else 1
 
 
-def _row(path: Path, fast: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": step_of(path), "path": str(path), "valid": False, "checked": not fast}
+def _row(path: Path, fast: bool) -> dict[str, object]:
+    row: dict[str, object] = {"step": step_of(path), "path": str(path), "valid": False, "checked": not fast}
     try:
         manifest = read(path)
     except CorruptCheckpoint as fault:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from axonn_jax.cli.arguments import Arg, Positive
 from axonn_jax.core.documents import new_figure, save_picture
@@ -93,7 +93,7 @@ def run(args: Loki) -> int:
     loaded = of_run(args.run_dir, grid, "float32", warn=say)
     with Ticker("calibrating") as ticker:
 
-        def batches() -> Iterator[Any]:
+        def batches() -> "Iterator[np.ndarray]":
             for batch in range(count):
                 ticker.now("calibrating", count * rows, "sequences", batch * rows)
                 yield np.stack([samples[batch * rows + row][:-1] for row in range(rows)])

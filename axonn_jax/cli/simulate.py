@@ -94,7 +94,7 @@ def _pairs(flag: str, values: tuple[str, ...]) -> dict[int, float]:
 
 def _figures(
     args: Simulate, question: Question, estimate: Estimate, outcome: SimulatedStep, compared: list[Baseline]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     simulation, candidate = outcome.slowest, estimate.candidate
     request, limit, model = question.request, question.limit, question.model
     flops = step_flops(request.shape, request.lora, request.batch)

@@ -35,6 +35,7 @@ from axonn_jax.planning.machines.machine_file import dumps_machine, loads_machin
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import Mesh
 
 _CPU_SIZES, _SIZES = (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
@@ -104,7 +105,7 @@ def _devices() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, Any], Machine]:
+def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, object], Machine]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -171,7 +172,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     return figures, _machine(figures, jax.local_devices()[0])
 
 
-def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
+def _messages(devices: "list[jax.Device]", processes: int, rounds: int) -> dict[str, dict[str, float]]:
     # Empty where no message can be sent: with one device, or several processes without MPI.
     from axonn_jax.cli.calibrate import links
     from axonn_jax.pipe.channels.choice import choose
@@ -184,7 +185,7 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
     return {name: links.mpi_messages(name, _MESSAGES, rounds)}
 
 
-def platform_of(device: Any) -> dict[str, Any]:
+def platform_of(device: "jax.Device") -> dict[str, Any]:
     """Return the machine-file fields of a jax device from which plans choose the attention kernel."""
     from axonn_jax.core import compat
 
@@ -194,7 +195,7 @@ def platform_of(device: Any) -> dict[str, Any]:
     return {"platform": attention.platform, "capability": float(".".join(map(str, attention.capability)))}
 
 
-def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
+def _machine(figures: Mapping[str, Any], device: "jax.Device") -> Machine:
     # Without a pair of devices to measure, a link is as fast as a copy through memory.
     slower, count = figures["lone_over_all"], figures["devices"]
     matmuls = figures["matmul_flops_per_s"]

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from axonn_jax.core.tensor.attention import causal_attention
 from axonn_jax.core.tensor.specs import live_axes, shard_mapped
@@ -29,7 +29,7 @@ _UPDATE_BYTES = 2 * 4 + 2 * 3 * 4
 """Per parameter: gradients read, weights written; master weights and moments read and written."""
 
 
-def seconds(call: Callable[[], Any], rounds: int) -> float:
+def seconds(call: Callable[[], object], rounds: int) -> float:
     """Return the median seconds of `rounds` calls, each timed until its result is ready, after one warm-up call."""
     jax.block_until_ready(call())
     times = []
@@ -49,7 +49,7 @@ def largest(value: float, mesh: Mesh) -> float:
         return float(jax.jit(jnp.max, out_shardings=same)(values))
 
 
-def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh: Mesh) -> Callable[[int], Any]:
+def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: DTypeLike, mesh: Mesh) -> Callable[[int], object]:
     """Return a function that runs `body` a number of times in one program, on all devices of the mesh at once.
 
     Args:
@@ -72,7 +72,7 @@ def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh:
         inputs = jax.jit(initial_inputs, out_shardings=tuple(NamedSharding(mesh, partition) for partition in specs))()
         program = jax.jit(shard_mapped(loop, mesh, (P(), specs), specs, differentiated=False))
 
-    def call(count: int) -> Any:
+    def call(count: int) -> object:
         # The ambient mesh is the run's, whose axes or devices may differ.
         with jax.set_mesh(mesh):
             return program(jnp.int32(count), inputs)
@@ -80,7 +80,7 @@ def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh:
     return call
 
 
-def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
+def together(call: Callable[[int], object], mesh: Mesh, rounds: int) -> float:
     """Return the seconds of one iteration of a `repeated` function on the slowest process; collective over the mesh."""
 
     def timed(count: int) -> float:
@@ -101,7 +101,7 @@ def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
     return largest(median(timed(count) for _ in range(rounds)), mesh) / count
 
 
-def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
+def matmul_rates(mesh: Mesh, dtype: DTypeLike, sizes: Sequence[int], rounds: int) -> dict[int, float]:
     """Return a device's FLOP/s in the matmuls of a linear layer by size, with all devices of the mesh busy.
 
     A size n means the three [n, n] products of forward and backward: output, input gradient and weight gradient, whose
@@ -113,7 +113,7 @@ def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> d
     }
 
 
-def lone_matmul_rate(mesh: Mesh, dtype: Any, size: int, rounds: int) -> float:
+def lone_matmul_rate(mesh: Mesh, dtype: DTypeLike, size: int, rounds: int) -> float:
     """Return the same rate for one size on a mesh of this process, without collectives."""
     call = repeated(_products, [(size, size)] * 2, dtype, mesh)
     return _LONE_REPEATS * 6.0 * size**3 / seconds(lambda: call(_LONE_REPEATS), rounds)
@@ -125,7 +125,7 @@ def _products(arrays: Arrays) -> Arrays:
     return y @ w.T / x.shape[0], x.T @ y / x.shape[0]
 
 
-def attention_share(mesh: Mesh, dtype: Any, rate: float, shape: tuple[int, int, int, int], rounds: int) -> float:
+def attention_share(mesh: Mesh, dtype: DTypeLike, rate: float, shape: tuple[int, int, int, int], rounds: int) -> float:
     """Return the FLOP/s of causal attention, forward and backward, as a share of `rate`, at most 1.
 
     Args:

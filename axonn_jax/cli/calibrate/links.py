@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,16 @@ from axonn_jax.core.backend.workarounds import reduce_scatter
 from axonn_jax.core.distributed.initialize import meet
 from axonn_jax.planning.machines.machine import Measured
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 KINDS: tuple[Measured, ...] = get_args(Measured)
 _AXES = ("outer", "group", "inner")
 Rate = dict[str, float]
 """Latency of a message (`latency_s`, seconds) and its bandwidth (`per_s`, bytes a second)."""
 
 
-def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
+def group_meshes(devices: Sequence[jax.Device]) -> list[tuple[int, int, Mesh]]:
     """Return meshes with their inner product and group size: powers of two, and the number of devices."""
     count, meshes = len(devices), []
     sizes = [size for size in range(2, count + 1) if count % size == 0 and (size & (size - 1) == 0 or size == count)]
@@ -67,7 +70,7 @@ def collective_seconds(kind: Measured, mesh: Mesh, elements: Sequence[int], roun
     return times
 
 
-def local_messages(devices: Sequence[Any], elements: Sequence[int], rounds: int) -> Rate:
+def local_messages(devices: Sequence[jax.Device], elements: Sequence[int], rounds: int) -> Rate:
     """Return the rate of copies between two devices of this process.
 
     Args:
@@ -101,12 +104,12 @@ def mpi_messages(channel: str, elements: Sequence[int], rounds: int) -> Rate:
     return world.bcast(rate)  # type: ignore[no-any-return]
 
 
-def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) -> Rate:
+def _round_trips(channel: str, pair: "MPI.Comm", elements: Sequence[int], rounds: int) -> Rate:
     from axonn_jax.pipe.channels.base import Ports
     from axonn_jax.pipe.channels.choice import open_channel
     from axonn_jax.pipe.schedule.tasks import Message
 
-    rank, inbox = pair.Get_rank(), queue.SimpleQueue[Any]()
+    rank, inbox = pair.Get_rank(), queue.SimpleQueue[object]()
     placement = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("x",)), P())
     # Each message size has two stages of its own: the even one on rank 0 of the pair, the odd one on rank 1.
     shapes = {

@@ -94,7 +94,7 @@ def probe(command: list[str], timeout: float, *, launched: bool = False) -> Prob
     """
     # Use files rather than pipes: a grandchild that keeps a pipe open would block reading beyond the time limit.
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        timed_out, answers = False, dict[str, Any]()
+        timed_out, answers = False, dict[str, object]()
         try:
             process = subprocess.Popen(
                 command,

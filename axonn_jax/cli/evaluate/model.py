@@ -1,7 +1,7 @@
 """Generation of a model's answers to the prompts of ``axonn-jax evaluate``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.cli.generate import directories, tokenizer_of
 from axonn_jax.core.errors import UserError, as_flags
@@ -72,7 +72,7 @@ def generate_outputs(
             sampling,
             lambda done: ticker.now(_PHASE, len(requests), "texts", done),
         )
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "temperature": args.temperature,
         "top_p": args.top_p,
         "do_sample": args.temperature > 0,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from axonn_jax.cli.arguments import Arg, NotNegative
 from axonn_jax.core.errors import UNSET, UserError, as_flags
@@ -10,6 +10,9 @@ from axonn_jax.core.grid import GridShape
 from axonn_jax.core.options import CachedKeys, InferencePrecision
 from axonn_jax.core.terminal import libraries_on_stderr, say
 from axonn_jax.text.loki.options import LokiOptions
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _DEFAULT_SLOTS = 16
 _MOST_SAMPLES = 1_000_000
@@ -75,7 +78,7 @@ def directories(run_dir: Path, base: Path | None) -> tuple[Path, Path | None]:
     return run_dir, base and resolve_path(base, "--base", "the directory of the adapters' base")
 
 
-def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
+def tokenizer_of(run_dir: Path, vocab: int) -> tuple["Tokenizer", int]:
     """Return the tokenizer of a directory and its number of entries, at most `vocab`."""
     from axonn_jax.files.data.tokenize import load
 

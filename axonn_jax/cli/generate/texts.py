@@ -11,6 +11,8 @@ from axonn_jax.core.errors import UserError, refused
 from axonn_jax.core.terminal import printable, say
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from axonn_jax.cli.generate import Generate
     from axonn_jax.text.inference.generator import Generator
     from axonn_jax.text.inference.sampling import Sampling
@@ -28,7 +30,7 @@ class Prompt(NamedTuple):
     line: dict[str, Any]
 
 
-def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> list[Prompt]:
+def prompts_of(args: "Generate", tokenizer: "Tokenizer", seq_len: int, vocab: int) -> list[Prompt]:
     """Return the prompts of a command line.
 
     Args:
@@ -49,7 +51,9 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int, vocab: int) -> li
     template = ChatTemplate.of(args.run_dir, "--chat", True) if args.chat and args.template is None else None
     if args.template is not None:
         end = end_of(args.run_dir, tokenizer, "RUN_DIR")
-        template = chat_template_of(args.template, args.run_dir, "" if end is None else tokenizer.id_to_token(end))
+        template = chat_template_of(
+            args.template, args.run_dir, "" if end is None else tokenizer.id_to_token(end) or ""
+        )
     prompts, unused = list[Prompt](), 0
     lines = {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
@@ -98,7 +102,7 @@ def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
 
 def print_texts(
     generator: "Generator",
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     prompts: Sequence[Prompt],
     requests: "Sequence[Request]",
     sampling: "Sampling",

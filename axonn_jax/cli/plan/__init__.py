@@ -62,7 +62,7 @@ def _fewer(args: Plan, request: PlanRequest) -> list[PlanRequest]:
     return requests
 
 
-def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
+def _config(request: PlanRequest, estimate: Estimate) -> dict[str, object]:
     candidate = estimate.candidate
     return {
         **asdict(candidate.grid),
@@ -82,7 +82,7 @@ def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, Any]:
+def _figures(args: Plan, question: Question, result: SearchResult) -> dict[str, object]:
     request = question.request
     return {
         **question_fields(args, request),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from axonn_jax.cli.arguments import Arg
 from axonn_jax.cli.plan.model import NamedModel, resolve_model, sequences
@@ -240,7 +240,7 @@ def command(model: NamedModel, request: PlanRequest, candidate: Candidate) -> st
     return " ".join(word for word in words if word)
 
 
-def question_fields(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
+def question_fields(args: PlanFlags, request: PlanRequest) -> dict[str, object]:
     """Return the JSON fields of the question itself."""
     return {
         "model": args.model,
@@ -256,7 +256,7 @@ def question_fields(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def candidate_fields(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
+def candidate_fields(request: PlanRequest, candidate: Candidate) -> dict[str, object]:
     """Return the JSON fields of a candidate, except for its grid."""
     return {
         "microbatch": candidate.sequences(request.batch),
