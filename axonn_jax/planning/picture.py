@@ -1,14 +1,18 @@
 """Pictures of plans; matplotlib is imported when one is drawn."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.documents import new_figure, save_picture
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import GRID_AXES
 from axonn_jax.planning.request import Estimate, PlanRequest
 from axonn_jax.planning.search import MEMORY_KINDS, SearchResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_plan(
@@ -32,14 +36,16 @@ def draw_plan(
             raise UserError("--png", str(path), f"the path of a .png file that can be written; {error}") from None
 
 
-def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]]) -> None:
+def _draw_panels(
+    panels: "Sequence[Sequence[Axes]]", request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]]
+) -> None:
     shown = plan.in_order()[:8]
     names = [_name(estimate, request) for estimate in shown]
-    _bars(panels[0, 0], names, _parts(shown), "s a step", begin=_begin(shown))
+    _bars(panels[0][0], names, _parts(shown), "s a step", begin=_begin(shown))
     # The same kinds as in the search's messages, so that the picture and the texts agree.
     kinds = {kind: [getattr(estimate.memory, kind) / 1e9 for estimate in shown] for kind in MEMORY_KINDS}
-    _bars(panels[0, 1], names, kinds, "GB a device")
-    front = panels[1, 0]
+    _bars(panels[0][1], names, kinds, "GB a device")
+    front = panels[1][0]
     front.plot(
         [estimate.memory.total / 1e9 for estimate in plan.best],
         [estimate.step_s for estimate in plan.best],
@@ -58,7 +64,7 @@ def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling:
     front.set_xlabel("GB a device")
     front.set_ylabel("s a step")
     front.legend()
-    curve = panels[1, 1]
+    curve = panels[1][1]
     if scaling:
         devices, seconds = zip(*sorted(scaling), strict=True)
         curve.loglog(devices, seconds, "o-", base=2, label="predicted")
@@ -70,7 +76,7 @@ def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling:
         curve.yaxis.set_major_formatter("{x:g}")
     curve.set_xlabel("devices")
     curve.set_ylabel("s a step, best grid, same batch")
-    for panel in panels.flat:
+    for panel in chain(*panels):
         panel.grid(alpha=0.3)
 
 
@@ -89,7 +95,7 @@ def _begin(shown: Sequence[Estimate]) -> float:
     return least if max(estimate.step_s for estimate in shown) < 2 * least else 0.0
 
 
-def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: str, begin: float = 0.0) -> None:
+def _bars(panel: "Axes", names: list[str], parts: dict[str, list[float]], label: str, begin: float = 0.0) -> None:
     starts = [0.0] * len(names)
     for name, values in parts.items():
         panel.barh(names, values, left=starts, label=name)

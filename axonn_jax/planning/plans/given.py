@@ -1,13 +1,14 @@
 """Model, loss and batch of `ax.plan` as shapes, checked before any grid is traced."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import FlaxError
 from jax.tree_util import keystr
+from jax.typing import ArrayLike
 
 from axonn_jax.any_flax.modules.loss_model import check_real, is_float
 from axonn_jax.any_flax.parallelize.linen import takes_key
@@ -16,7 +17,7 @@ from axonn_jax.core.grid import without_mesh
 from axonn_jax.core.tensor.params import key_of
 from axonn_jax.core.tensor.specs import is_replicated, values_of
 
-Loss = Callable[..., Any]
+Loss = Callable[..., object]
 _FOREIGN = (TypeError, ValueError, LookupError, AssertionError, FlaxError)
 """Exceptions with which a user's function rejects arguments that do not fit."""
 
@@ -24,14 +25,14 @@ _FOREIGN = (TypeError, ValueError, LookupError, AssertionError, FlaxError)
 class Batch(NamedTuple):
     """A batch as shapes."""
 
-    shapes: Any
+    shapes: object
     """Tree of shapes that the loss takes."""
     rowed: list[bool]
     """For each leaf, False if every device has the full array."""
     rows: int
 
 
-def module_of(model: Any) -> nnx.Module:
+def module_of(model: object) -> nnx.Module:
     """Return a model, or the model that a function builds, as shapes.
 
     Raises:
@@ -60,15 +61,15 @@ def module_of(model: Any) -> nnx.Module:
     return module
 
 
-def trained(_: Any, variable: Any) -> bool:
+def trained(_: object, variable: object) -> bool:
     """Return True if a Variable is trained: it is a parameter of floating-point numbers."""
     return isinstance(variable, nnx.Param) and all(map(is_float, jax.tree.leaves(variable)))
 
 
-def batch_of(batch: Any) -> Batch:
+def batch_of(batch: object) -> Batch:
     """Return a batch as shapes; raise ``UserError`` if its arrays have different numbers of rows."""
 
-    def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape(path: tuple[object, ...], leaf: ArrayLike) -> jax.ShapeDtypeStruct:
         try:
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
         except TypeError as error:
@@ -86,7 +87,7 @@ def batch_of(batch: Any) -> Batch:
     return Batch(shapes, rowed, *counts.pop())
 
 
-def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
+def check_value(module: nnx.Module, loss: Loss, batch: object) -> None:
     """Raise ``UserError`` if the loss raises for the batch or does not return a number."""
     # Checked once before any grid is traced, so that the error names the user's argument instead of a grid's trace.
     graph, state = nnx.split(module)
@@ -104,7 +105,7 @@ def check_value(module: nnx.Module, loss: Loss, batch: Any) -> None:
         )
 
 
-def value_of(loss: Loss, model: Any, batch: Any) -> Any:
+def value_of(loss: Loss, model: nnx.Module, batch: object) -> object:
     """Return a loss without its auxiliary values."""
     result = loss(model, batch, key_of(0)) if takes_key(loss) else loss(model, batch)
     return result[0] if isinstance(result, tuple) and len(result) == 2 else result

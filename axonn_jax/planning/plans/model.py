@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from axonn_jax.any_flax.modules.job import check_loss
 from axonn_jax.any_flax.parallelize.api import parallelize
@@ -104,7 +105,7 @@ _TIE = 0.03
 
 
 @typed_arguments
-def plan(model: Any, loss: Loss, batch: Any, *, machine: str | Path, devices: int) -> ModelPlan:
+def plan(model: object, loss: Loss, batch: object, *, machine: str | Path, devices: int) -> ModelPlan:
     """Predict which grid trains a Flax NNX model fastest on a machine, without its devices; nothing is computed.
 
     Each grid's step is traced with the layers of `parallelize`: its matmuls at the machine's rate, all else by bytes
@@ -177,16 +178,16 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
     sizes = {axis: int(getattr(shape, axis)) for axis in MESH_AXES}
     mesh: Any = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
-    def call(model: Any) -> Any:
+    def call(model: nnx.Module) -> object:
         return value_of(loss, model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.shapes))
 
-    split: Any = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
+    split = parallelize(module, Grid(shape, mesh, {0: mesh}), call=call)
     pieces: Any = nnx.split(split, trained, ...)
     graph, params, non_params = pieces
     half = precisions(machine.half).compute
 
-    def graded(params: Any, non_params: Any, rows: Any) -> Any:
-        def of(params: Any) -> Any:
+    def graded(params: Any, non_params: object, rows: object) -> object:
+        def of(params: object) -> Any:
             state = jax.tree.map(lambda leaf: leaf, non_params)  # Variables of this trace, which calls may change
             return jnp.asarray(value_of(loss, nnx.merge(graph, params, state), rows), jnp.float32)
 
@@ -217,13 +218,13 @@ def _planned(module: nnx.Module, loss: Loss, batch: Batch, shape: GridShape, mac
     return PlannedGrid(shape, step, compute, seconds, sent, memory, unsplit)
 
 
-def _axes(leaf: Any) -> frozenset[str]:
+def _axes(leaf: object) -> frozenset[str]:
     """Return the mesh axes that split an array."""
     return spec_axes(getattr(getattr(leaf, "sharding", None), "spec", P()))
 
 
 def _sent(
-    model: nnx.Module, shape: GridShape, machine: Machine, half: Any
+    model: nnx.Module, shape: GridShape, machine: Machine, half: DTypeLike
 ) -> tuple[dict[str, int], dict[str, float], float]:
     """Return bytes and seconds of a step's communication by axes, and the share of parameters that no layer splits.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from axonn_jax.core.backend.jaxprs import bodies, same_body
 from axonn_jax.core.tensor.specs import spec_axes
 
@@ -52,7 +54,7 @@ class _Array:
     """True if the value is an input that operations outside of manual regions gather before they read it."""
 
 
-def device_work(jaxpr: Any, split: Sequence[int], stored: int, sizes: Mapping[str, int], rows: int) -> DeviceWork:
+def device_work(jaxpr: Jaxpr, split: Sequence[int], stored: int, sizes: Mapping[str, int], rows: int) -> DeviceWork:
     """Return the work of one device in a traced program.
 
     Shapes inside a manual region (`shard_map`) are those of one device. Outside, XLA propagates the sharding of the
@@ -106,11 +108,11 @@ class _Walk:
             most = max(most, live + (self.scratch[at] if at < end else 0.0))
         return most
 
-    def run(self, jaxpr: Any, arrive: Sequence[_Array], *, manual: bool) -> list[_Array]:
+    def run(self, jaxpr: Jaxpr, arrive: Sequence[_Array], *, manual: bool) -> list[_Array]:
         """Return the results of a jaxpr for its inputs; with `manual` its shapes are those of one device."""
-        env: dict[Any, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
+        env: dict[object, _Array] = dict(zip(jaxpr.invars, arrive, strict=True))
 
-        def of(var: Any) -> _Array:
+        def of(var: object) -> _Array:
             nothing = _Array(frozenset(), 1)
             return nothing if hasattr(var, "val") else env.get(var, nothing)  # a literal is not hashable
 
@@ -137,7 +139,7 @@ class _Walk:
                 value.buffers, value.computed = self.array(value.size, value.shards).buffers, False
         return frozenset[int]().union(*(value.buffers for value in values))
 
-    def _equation(self, eqn: Any, inputs: list[_Array], manual: bool, shared: bool) -> list[_Array]:
+    def _equation(self, eqn: JaxprEqn, inputs: list[_Array], manual: bool, shared: bool) -> list[_Array]:
         kind = eqn.primitive.name
         if kind == "shard_map":
             (body,) = bodies(eqn)
@@ -174,7 +176,7 @@ class _Walk:
         self.scratch.append(0.0)
         return results
 
-    def _shards(self, aval: Any, eqn: Any, inputs: list[_Array]) -> int:
+    def _shards(self, aval: Any, eqn: JaxprEqn, inputs: list[_Array]) -> int:
         """Return the number of shards of a result outside of manual regions.
 
         It is that of the largest input; reductions of the rows leave at most the shards of the batch.
@@ -199,7 +201,7 @@ class _Walk:
             for buffer in value.buffers:
                 self.bytes[buffer] *= part
 
-    def _loop(self, eqn: Any, inputs: list[_Array], manual: bool) -> list[_Array]:
+    def _loop(self, eqn: JaxprEqn, inputs: list[_Array], manual: bool) -> list[_Array]:
         """Return the results of a loop, whose iterations share memory, or of the most expensive branch of a choice."""
         # Each body is walked on its own: its arrays are freed after an iteration, so they only add to the peak once.
         inner = list(bodies(eqn))
@@ -225,7 +227,7 @@ class _Walk:
         return outputs
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return the equations whose results are read."""
     live = {var for var in jaxpr.outvars if not hasattr(var, "val")}
     needed = []
@@ -236,7 +238,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     return needed[::-1]
 
 
-def _sums_rows(eqn: Any) -> bool:
+def _sums_rows(eqn: JaxprEqn) -> bool:
     """Return True if a matmul or convolution contracts the first dimension of its first operand, the rows."""
     if eqn.primitive.name.startswith("ragged_dot"):
         return 0 in eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
@@ -246,7 +248,7 @@ def _sums_rows(eqn: Any) -> bool:
     return bool(hasattr(numbers, "lhs_spec") and numbers.lhs_spec[0] != 0)
 
 
-def _size(aval: Any) -> float:
+def _size(aval: object) -> float:
     """Return the bytes of a value; 0 if it is not an array."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return float(prod(getattr(aval, "shape", ())) * itemsize)
