@@ -155,7 +155,7 @@ def loads(
     return Config(**{table: get_type_hints(Config)[table](**values) for table, values in checked.items()})
 
 
-def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+def _entries(raw: Mapping[str, object]) -> Iterable[tuple[str, object]]:
     for table, content in raw.items():
         if isinstance(content, dict):
             _check_table(table, content)
@@ -203,7 +203,7 @@ def _listed(names: Iterable[object]) -> str:
     return ", ".join(map(str, names))
 
 
-def settings_by_name(config: Config) -> dict[str, Any]:
+def settings_by_name(config: Config) -> dict[str, object]:
     """Return all settings of a config by dotted name, such as `train.steps`."""
     tables = {table.name: getattr(config, table.name) for table in fields(config)}
     return {f"{name}.{key.name}": getattr(table, key.name) for name, table in tables.items() for key in fields(table)}

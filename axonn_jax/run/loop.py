@@ -28,7 +28,7 @@ from axonn_jax.run.resume import Checkpoints
 from axonn_jax.run.signals import StopSignals
 from axonn_jax.run.tracking.files import start_trackers
 from axonn_jax.run.tracking.records import JsonLines
-from axonn_jax.run.tracking.tracker import RunFacts, Trackers
+from axonn_jax.run.tracking.tracker import RunFacts, Trackers, Value
 from axonn_jax.trainer import Trainer
 
 MOST_SKIPPED = 20
@@ -208,7 +208,7 @@ class Run:
             pictures = self.engine.write_timeline(self.directory)
             if self.first:
                 drawn = [plot_loss(self.directory, self.data.unigram_entropy if self.eval_batches else None), *pictures]
-                shown: dict[str, Any] = {f"pictures/{path.stem}": path for path in drawn if path.suffix == ".png"}
+                shown: dict[str, Value] = {f"pictures/{path.stem}": path for path in drawn if path.suffix == ".png"}
                 self.trackers.record(step, shown)
         except (OSError, ValueError) as error:
             self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
@@ -265,7 +265,7 @@ class Run:
             self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
         if step % self.config.log.every == 0 or step == self.config.train.steps or not finite:
             position = self.first_position + (step - self.start) * self.config.train.global_batch
-            record: dict[str, Any] = {
+            record: dict[str, Value] = {
                 "loss": loss,
                 "tokens": position * self.shape.seq_len,
                 "tokens_per_s": self.tokens / step_s,

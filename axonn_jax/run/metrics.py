@@ -182,7 +182,7 @@ class Samples:
         """Return True if samples are due after a step."""
         return step % self._every == 0
 
-    def write(self, step: int, model: nnx.Module) -> list[dict[str, Any]]:
+    def write(self, step: int, model: nnx.Module) -> list[dict[str, object]]:
         """Generate, print and record the samples of a step; weights and cache are released afterwards.
 
         Args:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -48,7 +48,7 @@ class Profile:
     def __enter__(self) -> Self:
         return self
 
-    def step_starts(self, step: int, last: Any) -> None:
+    def step_starts(self, step: int, last: object) -> None:
         """Start the trace before its first step, once the results `last` of the previous step are ready."""
         if self._steps and step == self._steps[0]:
             jax.block_until_ready(last)
@@ -60,7 +60,7 @@ class Profile:
                 jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
                 self._running = True
 
-    def step_ended(self, step: int, results: Any) -> None:
+    def step_ended(self, step: int, results: object) -> None:
         """End the trace after its last step, once its `results` are ready, and print the summary."""
         self._traced += self._running
         if self._running and step == self._steps[-1]:
@@ -114,8 +114,8 @@ def summary(directory: Path, steps: int) -> list[str]:
     files = sorted(glob.glob(f"{glob.escape(str(directory))}/**/{TRACE}", recursive=True), key=os.path.getmtime)
     if not files:
         raise OSError("jax.profiler left no trace")
-    busy, ends = defaultdict[Any, list[Interval]](list), list[float]()
-    spent = defaultdict[tuple[Any, Any], float](float)
+    busy, ends = defaultdict[object, list[Interval]](list), list[float]()
+    spent = defaultdict[tuple[object, object], float](float)
     with gzip.open(files[-1]) as file:
         events = json.load(file)["traceEvents"]
     for event in events:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from axonn_jax.core.errors import without_credentials
 from axonn_jax.core.terminal import duration, printable, redraws, say, unfailing
@@ -31,7 +31,7 @@ class Progress:
         self._last_line, self._start = -interval, time.monotonic()
         self._shown_once = False
         self._seen, self._recent = 0, deque[float](maxlen=_RECENT)
-        self._bar: Any = None
+        self._bar = None
         if shown and redraws(sys.stderr):
             # Imported only for a terminal: batch jobs never need it.
             from rich.console import Console

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from axonn_jax.core.adapters.config import LORA
 from axonn_jax.core.adapters.stored import adapters_only_error
@@ -58,7 +57,7 @@ class Checkpoints:
         self.saver = Saver(self.directory, engine.grid, sync, warn=say, sizes=engine.state_shapes(), **often)
         self.saved_step = 0
         """Newest step that was resumed or passed to the saver."""
-        self._lora: Mapping[str, Any] = {}
+        self._lora: Mapping[str, object] = {}
 
     def resume(self) -> int:
         """Load what the configuration asks for: a checkpoint, initial weights, an adapter, or nothing.
@@ -240,7 +239,7 @@ class Checkpoints:
                 "data.mix" if data_config.mix else "data.path", data_config.mix or data_config.path, trained
             )
 
-    def _facts(self, position: int) -> Mapping[str, Any]:
+    def _facts(self, position: int) -> Mapping[str, object]:
         config = self._config
         return {
             "position": position,

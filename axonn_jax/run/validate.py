@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.adapters.config import IDENTITY, LoraConfig
 from axonn_jax.core.adapters.config import check_shape as check_adaptable
@@ -30,6 +30,8 @@ from axonn_jax.run.config_file import read
 from axonn_jax.run.tracking.tracker import tracker_class
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from axonn_jax.files.data.prompts import FixedPrompt
 
 _OF_RUN = "the directory of a checkpoint (step_N) or of a run"
@@ -156,9 +158,8 @@ def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
     Raises:
         UserError: The model or the grid does not allow it.
     """
-    requested, memory = config.tensor.residual_comm, config.memory
-    split = memory.sequence_parallel
-    return choose_residual_comm(requested, shape, config.grid, memory.activations, sequence_split=split)
+    comm, memory = config.tensor.residual_comm, config.memory
+    return choose_residual_comm(comm, shape, config.grid, memory.activations, sequence_split=memory.sequence_parallel)
 
 
 def check_samples(config: Config, shape: ModelShape) -> None:
@@ -179,7 +180,7 @@ def check_samples(config: Config, shape: ModelShape) -> None:
         samples_of(config, shape)
 
 
-def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPrompt]"]:
+def samples_of(config: Config, shape: ModelShape) -> "tuple[Tokenizer, list[FixedPrompt]]":
     """Return a run's tokenizer and the prompts of `train.sample_prompts`; raise ``UserError`` for an unusable file."""
     from axonn_jax.files.data.prompts import fixed_prompts
     from axonn_jax.files.data.tokenize import load

@@ -42,7 +42,7 @@ class TensorBoard:
             folder.rename(free_name(folder))
         folder.mkdir(exist_ok=True)
         suffix = f".{resumed}" if resumed else ""  # tensorboardX names files by the second, in which a run may resume
-        self._events: Any = EventsWriter(str(folder / "events"), suffix)
+        self._events = EventsWriter(str(folder / "events"), suffix)
         if resumed:
             # A session start makes TensorBoard discard events of this and later steps.
             start = SessionLog(status=SessionLog.START)
@@ -75,7 +75,11 @@ class TensorBoard:
 
 
 def start_trackers(
-    entries: Sequence[RunTracker], directory: Path, config: Mapping[str, Any], resumed: int, say: Callable[[str], None]
+    entries: Sequence[RunTracker],
+    directory: Path,
+    config: Mapping[str, object],
+    resumed: int,
+    say: Callable[[str], None],
 ) -> Trackers:
     """Start a run's trackers, and send them the values up to the resumed step that they have not got.
 
@@ -151,7 +155,7 @@ def tracked(
     grid: Grid,
     directory: str | Path,
     *trackers: Tracker,
-    config: Mapping[str, Any] = MappingProxyType({}),
+    config: Mapping[str, object] = MappingProxyType({}),
     resumed: int = 0,
 ) -> Trackers:
     """Start trackers for a custom training loop: a context whose `log(step, loss=...)` sends values to all of them.

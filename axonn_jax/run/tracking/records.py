@@ -74,7 +74,7 @@ class JsonLines:
         if shown := {name: value for name, value in values.items() if not isinstance(value, (Path, list))}:
             self.write({"step": step, **shown})
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Write a record; infinite numbers and NaN become null, since JSON has neither."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if len(self._waiting) > _MOST_WAITING:
@@ -154,7 +154,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
     return once, "; ".join(faults)
 
 
-def _once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _once(records: list[dict[str, Any]]) -> list[dict[str, object]]:
     """Drop records all of whose values appear again in later records of the same step."""
     newer_keys, newest = dict[int, set[str]](), list[dict[str, Any]]()
     # Compare values, not only steps: an evaluation writes a record of its own for a step, with other values.

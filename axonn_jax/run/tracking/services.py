@@ -38,7 +38,7 @@ class WandbTracker:
         """Begin the run, or resume the one with this id; raise ``UserError`` without an account."""
         import wandb
 
-        patience: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _WAIT_S}
+        patience: dict[str, object] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _WAIT_S}
         try:
             self._run = wandb.init(
                 project=self._project,
@@ -62,7 +62,7 @@ class WandbTracker:
         """Record a row; pictures and tables become W&B's media types."""
         import wandb
 
-        def media(value: Value) -> Any:
+        def media(value: Value) -> object:
             if isinstance(value, list):
                 columns: list[Any] = list(value[0]) if value else []
                 rows: list[Any] = [[row.get(name) for name in columns] for row in value]
@@ -91,7 +91,7 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client: Any = MlflowClient()
+        self._client = MlflowClient()
         self._remote = str(self._client.tracking_uri).startswith("http")
         with _impatient():
             existing = self._client.get_experiment_by_name(self._experiment)
@@ -113,7 +113,7 @@ class MlflowTracker:
 
         from mlflow.entities import Metric
 
-        now, numbers = int(time.time() * 1000), list[Any]()
+        now, numbers = int(time.time() * 1000), list[object]()
         for name, value in values.items():
             if isinstance(value, Path):
                 self._client.log_artifact(self._id, str(value))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from axonn_jax.core.errors import UserError, first_line, integer, status_of, typed_arguments
 
-Value = float | str | Path | list[dict[str, Any]]
+Value = float | str | Path | list[dict[str, object]]
 """Number, text, picture (path of a PNG) or table (rows of texts and numbers by column)."""
 
 
@@ -23,7 +23,7 @@ class RunFacts:
     """Run directory."""
     id: str
     """Eight letters or digits, the same after a resume in the same directory, on any grid."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     """Settings by dotted name."""
     resumed: int = 0
     """Step after which the run resumes; 0 for a new run."""
@@ -49,7 +49,7 @@ class RunTracker(NamedTuple):
     """A tracker, with the setting that asks for it and the values that it already has."""
 
     field: str
-    value: Any
+    value: object
     tracker: Tracker
     once: bool = True
     """True if the tracker keeps what it got before a resume, so no value may be sent again; False for one that drops
@@ -167,7 +167,7 @@ def tracker_class(name: str) -> Callable[[], Tracker]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        cls: Any = getattr(importlib.import_module(module), path)
+        cls = getattr(importlib.import_module(module), path)
     except _FAILURES as error:
         raise UserError("log.tracker", name, f"{accepted}; {first_line(error)}") from error
     # Refuse functions such as `sys:exit`, instead of calling them to see whether they return a tracker.
