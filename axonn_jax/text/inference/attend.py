@@ -1,17 +1,20 @@
 """Attention over a slot's cache: full attention, which is the base class of selective variants."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from axonn_jax.core.tensor.kernel_choice import EVERY_TOKEN, AttentionRule
 from axonn_jax.core.tensor.kernels.blocked import scaled
 from axonn_jax.text.inference.cache import LayerCache, append, positions
 
 Attended = tuple[jax.Array, LayerCache]
+Extras = Sequence[jax.Array | None]
+"""The `extra` of every layer (`FullAttention`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,19 +44,19 @@ class FullAttention:
     calibrated: bool = False
     """True if every layer requires an `extra`."""
 
-    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
+    def features(self, head_dim: int) -> tuple[tuple[int, DTypeLike | None], ...]:
         """Return (features, dtype) per array of a layer's cache, here keys and values; dtype None is the model's."""
         return (head_dim, None), (head_dim, None)
 
-    def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
+    def stored(self, k: jax.Array, v: jax.Array, extra: jax.Array | None) -> LayerCache:
         """Return the arrays to cache for keys and values [batch, kv_heads, seq, head_dim]: both unchanged."""
         return k, v
 
-    def keys_and_values(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
+    def keys_and_values(self, arrays: LayerCache, extra: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Recover the model's keys and values from the cached arrays; the inverse of `stored`."""
         return arrays[0], arrays[1]
 
-    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: jax.Array | None) -> Attended:
         """Append new tokens to the cache and attend to it, with the softmax in float32.
 
         Args:

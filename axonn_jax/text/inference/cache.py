@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from axonn_jax.core.backend.workarounds import unfused_write
 
 LayerCache = tuple[jax.Array, ...]
+Caches = list[LayerCache]
 
 CHUNK = 512
 """Largest number of prompt tokens that pass the model at once."""

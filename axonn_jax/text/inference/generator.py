@@ -5,19 +5,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from axonn_jax.core.errors import UserError, integer, typed_arguments
 from axonn_jax.core.grid import BATCH_AXES, Grid
 from axonn_jax.core.models.comparison import differences
 from axonn_jax.core.models.transformer import Transformer
 from axonn_jax.core.tensor.params import place_params
-from axonn_jax.text.inference.attend import FullAttention
-from axonn_jax.text.inference.programs import NO_TOKEN, ROWS, Programs
+from axonn_jax.text.inference.attend import Extras, FullAttention
+from axonn_jax.text.inference.programs import NO_TOKEN, ROWS, Program, Programs
 from axonn_jax.text.inference.sampling import Sampling
 from axonn_jax.text.inference.slots import (
     NO_KEY,
@@ -41,7 +42,7 @@ STEPS, _FOLLOW_STEPS = 16, 64
 """Tokens of every slot per call of a program: generated ones, and those of existing texts."""
 _FIRST = 256
 """Initial capacity of a cache in tokens, if its text may grow to more."""
-Scores = np.ndarray[Any, np.dtype[np.float32]]
+Scores = NDArray[np.float32]
 
 
 class Generator:
@@ -65,9 +66,9 @@ class Generator:
         base: str | Path | None = None,
         slots: int = 8,
         length: int | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         attention: FullAttention | None = None,
-        extras: Sequence[Any] | None = None,
+        extras: Extras | None = None,
         stops: Sequence[int] | None = None,
         limit: int | None = None,
         steps: int = STEPS,
@@ -84,7 +85,7 @@ class Generator:
         limit = vocab if limit is None else min(integer("limit", limit, 1), vocab)
         stops = stops_of(model, vocab) if stops is None else ids_of("stops", stops, vocab)
         self.programs = Programs(parts, grid.mesh, self.attention, self._dtype, stops, limit)
-        self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
+        self.extras: Extras = list(extras) if extras is not None else [None] * self.shape.layers
         """The attention's data for each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)
         self._slots = [Slot(at, *divmod(at, slots // replicas)) for at in range(slots)]  # device by device
@@ -198,7 +199,7 @@ class Generator:
         finally:
             self._lock.release()
 
-    def _call(self, program: Any, *inputs: Any) -> Sequence[Any]:
+    def _call(self, program: Program, *inputs: object) -> Sequence[np.ndarray]:
         return self._store.call(program, self.params, self.extras, *inputs)
 
     def _advanced(self, slot: Slot, ids: list[int], logs: list[float]) -> Continuation:

@@ -1,6 +1,6 @@
 """Compiled programs of generation: prefill of a prompt's chunk, and decoding of several tokens in every slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,14 +19,17 @@ from axonn_jax.core.tensor.loss import masked
 from axonn_jax.core.tensor.params import Params, SplitModule
 from axonn_jax.core.tensor.specs import shard_mapped
 from axonn_jax.core.tensor.weight_gather import gather_weights
-from axonn_jax.text.inference.attend import FullAttention, Seen, attend_chunk
-from axonn_jax.text.inference.cache import LayerCache, insert, positions, tokens_to_write
+from axonn_jax.text.inference.attend import Attended, Extras, FullAttention, Seen, attend_chunk
+from axonn_jax.text.inference.cache import Caches, LayerCache, insert, positions, tokens_to_write
 from axonn_jax.text.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 
 NO_TOKEN = -2
 """Token id that decoding returns for a finished slot; -1 marks logits that are not finite."""
 
-ROWS: Any = P(BATCH_AXES)
+ROWS = P(BATCH_AXES)
+Program = Callable[..., tuple[Caches, *tuple[jax.Array, ...]]]
+"""Compiled function of `Programs`, to the new caches and other results."""
+Attend = Callable[..., Attended]
 Array = Any
 """jax array, or numpy array before the transfer."""
 
@@ -94,36 +97,38 @@ class Programs:
             raise UserError("attention", attention.name, f"full for a model with {rule}")
         self.cache_spec = P(BATCH_AXES, ("y", "x") if heads == "gather" else "y")
         self.extra_spec = P(*self.cache_spec[1:])
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[object, Program] = {}
 
-    def decode(self, form: SamplingForm, steps: int, *, logs: bool) -> Callable[..., Any]:
+    def decode(self, form: SamplingForm, steps: int, *, logs: bool) -> Program:
         """Return (..., slots, numbers) -> (caches, tokens [steps, slots], log-probabilities; zeros without `logs`).
 
         Collectives: those of the layers and of `sampling.choose`, and a 4-byte all-reduce over `data`, per token.
         """
-        seen: Any = P(BATCH_AXES, "y") if form.penalty else None
+        seen = P(BATCH_AXES, "y") if form.penalty else None
         slots = Slots(ROWS, ROWS, ROWS, ROWS, seen)
         local = partial(self._decode, form, steps, logs)
         return self._program((form, steps, logs), local, (slots, P()), (P(), P()))
 
-    def follow(self, steps: int) -> Callable[..., Any]:
+    def follow(self, steps: int) -> Program:
         """Return (..., slots, tokens [steps, slots]) -> (caches, the tokens' log-probabilities [steps, slots])."""
         specs = (Slots(ROWS, ROWS, ROWS, ROWS), P(None, BATCH_AXES))
         return self._program(("follow", steps), partial(self._follow, steps), specs, (P(),))
 
-    def prefill(self, *, first: bool) -> Callable[..., Any]:
+    def prefill(self, *, first: bool) -> Program:
         """Return (..., chunk) -> (caches,); `first` for chunks that start their prompts."""
         return self._program(("prefill", first), partial(self._prefill, first), (ROWS,), ())
 
-    def score(self, *, first: bool) -> Callable[..., Any]:
+    def score(self, *, first: bool) -> Program:
         """Return (..., chunk, targets) -> (caches, the targets' log-probabilities [devices, chunk])."""
         return self._program(("score", first), partial(self._score, first), (ROWS, ROWS), (P(),))
 
-    def copy(self) -> Callable[..., Any]:
+    def copy(self) -> Program:
         """Return (..., copy) -> (caches,)."""
         return self._program("copy", _copied, (ROWS,), ())
 
-    def _program(self, key: Any, local: Callable[..., Any], inputs: Any, results: Any) -> Callable[..., Any]:
+    def _program(
+        self, key: object, local: Callable[..., Any], inputs: Sequence[object], results: Sequence[object]
+    ) -> Program:
         if key not in self._compiled:
             specs = (self.parts.specs, self.extra_spec, self.cache_spec, *inputs)
             region = shard_mapped(local, self.mesh, specs, (self.cache_spec, *results), differentiated=False)
@@ -137,12 +142,12 @@ class Programs:
         form: SamplingForm,
         steps: int,
         logs: bool,
-        params: Any,
-        extras: Any,
-        caches: Any,
+        params: Params,
+        extras: Extras,
+        caches: Caches,
         slots: Slots,
-        numbers: Any,
-    ) -> tuple[Any, ...]:
+        numbers: jax.Array,
+    ) -> tuple[Caches, jax.Array, jax.Array]:
         model = self.parts.merge(params)
 
         def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,8 +175,8 @@ class Programs:
         return caches, _gathered(drawn, 1), _gathered(scores, 1)
 
     def _follow(
-        self, steps: int, params: Any, extras: Any, caches: Any, slots: Slots, tokens: jax.Array
-    ) -> tuple[Any, ...]:
+        self, steps: int, params: Params, extras: Extras, caches: Caches, slots: Slots, tokens: jax.Array
+    ) -> tuple[Caches, jax.Array]:
         model = self.parts.merge(params)
 
         def step(at: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -185,7 +190,7 @@ class Programs:
         caches, _, scores = lax.fori_loop(0, steps, step, carry)
         return caches, _gathered(scores, 1)
 
-    def _token(self, model: Any, extras: Any, caches: Any, slots: Slots) -> tuple[jax.Array, Any]:
+    def _token(self, model: Any, extras: Extras, caches: Caches, slots: Slots) -> tuple[jax.Array, Caches]:
         """Run the newest token of every slot through all layers; return logits [slots, vocab/Gy] and the caches."""
         position = positions(slots.counts + 1, caches[0][0].shape[2])
 
@@ -198,8 +203,8 @@ class Programs:
             return Seen(valid, slots.counts % position.shape[1], tokens, rule)
 
         def attend(
-            arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
-        ) -> Any:
+            arrays: LayerCache, extra: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
+        ) -> Attended:
             seen = seen_by(rule)
             k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
@@ -210,23 +215,25 @@ class Programs:
         x, caches = self._layers(model, slots.last[:, None], slots.counts[:, None], extras, caches, attend)
         return self._logits(model, x)[:, 0], caches
 
-    def _prefill(self, first: bool, params: Any, extras: Any, caches: Any, chunk: Chunk) -> tuple[Any, ...]:
+    def _prefill(self, first: bool, params: Params, extras: Extras, caches: Caches, chunk: Chunk) -> tuple[Caches]:
         return (self._chunk(self.parts.merge(params), extras, caches, chunk, first=first)[1],)
 
     def _score(
-        self, first: bool, params: Any, extras: Any, caches: Any, chunk: Chunk, targets: jax.Array
-    ) -> tuple[Any, ...]:
+        self, first: bool, params: Params, extras: Extras, caches: Caches, chunk: Chunk, targets: jax.Array
+    ) -> tuple[Caches, jax.Array]:
         model = self.parts.merge(params)
         x, caches = self._chunk(model, extras, caches, chunk, first=first)
         return caches, _gathered(log_probabilities(self._logits(model, x)[0], targets[0])[None], 0)
 
-    def _chunk(self, model: Any, extras: Any, caches: Any, chunk: Chunk, *, first: bool) -> tuple[jax.Array, Any]:
+    def _chunk(
+        self, model: Any, extras: Extras, caches: Caches, chunk: Chunk, *, first: bool
+    ) -> tuple[jax.Array, Caches]:
         """Run a chunk of a prompt through all layers; return [1, chunk, hidden/Gx] and the caches."""
         slot, start, valid = chunk.slot[0], chunk.start[0], chunk.valid[0]
 
         def attend(
-            arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
-        ) -> Any:
+            arrays: LayerCache, extra: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
+        ) -> Attended:
             new = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             if first:
                 out = causal_attention(q, k, v, rule=rule)
@@ -241,8 +248,8 @@ class Programs:
         return self._layers(model, chunk.tokens, places[None], extras, caches, attend)
 
     def _layers(
-        self, model: Any, tokens: jax.Array, places: jax.Array, extras: Any, caches: Any, attend: Callable[..., Any]
-    ) -> tuple[jax.Array, list[LayerCache]]:
+        self, model: Any, tokens: jax.Array, places: jax.Array, extras: Extras, caches: Caches, attend: Attend
+    ) -> tuple[jax.Array, Caches]:
         x, by = model.embed_at(tokens, places, self.dtype)
         new_caches = []
         for block, arrays, extra in zip(model.blocks, caches, extras, strict=True):
@@ -263,7 +270,7 @@ def _advanced(slots: Slots, token: jax.Array, active: jax.Array) -> Slots:
     return slots._replace(last=last, counts=slots.counts + step, remaining=slots.remaining - step)
 
 
-def _copied(params: Any, extras: Any, caches: list[LayerCache], copy: Copy) -> tuple[list[LayerCache]]:
+def _copied(params: Params, extras: Extras, caches: Caches, copy: Copy) -> tuple[Caches]:
     def copy_slot(array: jax.Array) -> jax.Array:
         row = lax.dynamic_slice_in_dim(array, copy.source[0], 1, 0)
         return lax.dynamic_update_slice_in_dim(array, row, copy.target[0], 0)

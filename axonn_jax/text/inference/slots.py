@@ -74,7 +74,7 @@ class Slot:
     """Prompt whose keys and values, except the last token's, are still in the cache."""
 
 
-def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
+def ids_of(field: str, value: object, vocab: int) -> tuple[int, ...]:
     """Return token ids of a list or an array as Python integers.
 
     Raises:

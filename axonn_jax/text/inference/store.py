@@ -1,18 +1,20 @@
 """Store of all layers' caches on the devices: allocated on first use, grown on demand, donated to every program."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import Grid
 from axonn_jax.core.memory.report import unused
 from axonn_jax.core.models.config import ModelShape
+from axonn_jax.core.tensor.params import Params
+from axonn_jax.text.inference.attend import Extras
 from axonn_jax.text.inference.cache import LayerCache, bucket, grown
-from axonn_jax.text.inference.programs import Programs
+from axonn_jax.text.inference.programs import Program, Programs
 from axonn_jax.text.inference.slots import Slot
 
 
@@ -52,7 +54,7 @@ class CacheStore:
         self._sharding = NamedSharding(programs.mesh, programs.cache_spec)
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
 
-    def call(self, program: Any, params: Any, extras: Any, *inputs: Any) -> Sequence[Any]:
+    def call(self, program: Program, params: Params, extras: Extras, *inputs: object) -> Sequence[np.ndarray]:
         """Run a program on the caches and return its other results on the host."""
         # Donated: if the program fails they are lost, and `reserve` allocates new ones.
         caches, self._caches = self._caches, None
@@ -91,5 +93,5 @@ class CacheStore:
         return [make(sizes) for _ in range(self._shape.layers)]
 
 
-def _zeros(sizes: tuple[tuple[tuple[int, ...], Any], ...]) -> LayerCache:
+def _zeros(sizes: tuple[tuple[tuple[int, ...], jnp.dtype], ...]) -> LayerCache:
     return tuple(jnp.zeros(*size) for size in sizes)

@@ -1,11 +1,14 @@
 """Text generation: continuations of prompts as text, piece by piece, through a tokenizer."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from axonn_jax.text.inference.generator import Generator
 from axonn_jax.text.inference.sampling import Sampling
 from axonn_jax.text.inference.slots import Continuation, Request
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 16
@@ -27,7 +30,7 @@ class TextPart(NamedTuple):
 class _Text:
     """Text so far, as tokens, and the number of characters already yielded."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Sequence[str]):
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], ends: Collection[int], stop: Sequence[str]):
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
         self.ids: list[int] = []
         self.shown = 0
@@ -75,7 +78,7 @@ class _Text:
 
 def write(
     generator: Generator,
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     requests: Sequence[Request],
     sampling: Sampling,
     *,

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from numpy.typing import NDArray
+from jax.typing import DTypeLike
 
 from axonn_jax.core.adapters.config import check_shape
 from axonn_jax.core.adapters.layers import merged
@@ -56,7 +56,7 @@ def check_grid(grid: GridShape) -> None:
             raise UserError(f"grid.{axis}", getattr(grid, axis), accepted)
 
 
-def floating(dtype: Any) -> jnp.dtype:
+def floating(dtype: DTypeLike | None) -> jnp.dtype:
     """Return the dtype of weights and cache; by default bfloat16 on accelerators, else float32.
 
     Raises:
@@ -119,7 +119,7 @@ def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
     return repeated.reshape(*value.shape[:-1], -1)
 
 
-def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> NDArray[Any]:
+def at_first_copies(values: np.ndarray, shape: ModelShape, kv_heads: int) -> np.ndarray:
     """Lay out values of the projection's columns for repeated heads, with 0 for all copies but the first.
 
     Args:
@@ -138,7 +138,7 @@ def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> N
 class _Plan:
     """Plan of a model on a grid, with its parts and the parameters to read, in which heads are not repeated."""
 
-    def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
+    def __init__(self, shape: ModelShape, grid: Grid, dtype: DTypeLike):
         self._source_shape, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
         # With few tokens, attention would otherwise be computed redundantly along `x`.
         comm = BlockComm(attention=True)
@@ -148,7 +148,7 @@ class _Plan:
         self.parts = shapes_of(split_module(self.model), jnp.dtype(dtype))
         self.read = {name: self._read(name, p) for name, p in self.parts.params.items()}
 
-    def _read(self, name: str, struct: Any) -> jax.ShapeDtypeStruct:
+    def _read(self, name: str, struct: jax.Array) -> jax.ShapeDtypeStruct:
         size, spec = struct.shape, self.parts.specs[name]
         if self._repeats(name):
             wide = (self._source_shape.heads + 2 * self._source_shape.kv_heads) * self._source_shape.head_dim
@@ -171,7 +171,7 @@ class _Plan:
         return Loaded(self.shape, self.parts._replace(params=shapes), params)
 
 
-def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
+def of_model(model: Transformer, grid: Grid, dtype: DTypeLike) -> Loaded:
     """Return a live model's weights, from any meshes, cast and laid out on the grid; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with without_mesh():
@@ -180,7 +180,7 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     return plan.loaded(jax.device_put(params, {name: struct.sharding for name, struct in plan.read.items()}))
 
 
-def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: str | Path | None = None) -> Loaded:
+def load_model(model: Transformer | str | Path, grid: Grid, dtype: DTypeLike, base: str | Path | None = None) -> Loaded:
     """Load a live model or one in a directory, with kernels in the fastest layout for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
@@ -194,7 +194,7 @@ def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any, base: st
 def of_run(
     run: Path,
     grid: Grid,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     shape: ModelShape | None = None,
     base: Path | None = None,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import with_layout_constraint
+from jax.typing import DTypeLike
 
 from axonn_jax.core.backend.workarounds import on_cores
 from axonn_jax.text.inference.attend import Attended, FullAttention, Seen, products
@@ -46,7 +47,7 @@ class LokiAttention(FullAttention):
     dense_prompt: bool = True
     calibrated: bool = True
 
-    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
+    def features(self, head_dim: int) -> tuple[tuple[int, DTypeLike | None], ...]:
         """Return (features, dtype) of the cache's arrays: first and remaining features of keys, and values."""
         return (self.first, None), (head_dim - self.first, None), (head_dim, None)
 

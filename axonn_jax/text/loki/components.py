@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from axonn_jax.core.documents import parse_json, write_atomically
@@ -53,7 +54,11 @@ class Components(NamedTuple):
         return np.asarray((sums < share * sums[..., -1:]).sum(-1) + 1)
 
 
-def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
+Moments = Callable[[Params, np.ndarray | jax.Array], dict[str, list[tuple[jax.Array, ...]]]]
+"""Program of `moments`."""
+
+
+def moments(parts: SplitModule, mesh: Mesh, dtype: DTypeLike) -> Moments:
     """Return a program: (params, tokens [rows, seq]) -> moments of the keys of every layer.
 
     The moments are sums of keys [kv_heads, D] and of their outer products [kv_heads, D, D], in float32, under "post"
@@ -61,11 +66,11 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
     2 kv_heads D (D + 1) float32 numbers per layer.
     """
 
-    def local(params: Params, tokens: jax.Array) -> dict[str, list[Any]]:
+    def local(params: Params, tokens: jax.Array) -> dict[str, list[tuple[jax.Array, ...]]]:
         model: Any = parts.merge(params)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, by = model.embed_at(tokens, places, dtype)
-        keys: dict[str, list[Any]] = {"post": [], "pre": []}
+        keys: dict[str, list[tuple[jax.Array, ...]]] = {"post": [], "pre": []}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule) -> tuple[jax.Array, jax.Array]:
             return causal_attention(q, k, v, rule=rule), k
@@ -90,7 +95,7 @@ def _sums(k: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(all_reduce(total, BATCH_AXES) for total in sums)
 
 
-def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any]) -> dict[str, Components]:
+def calibrate(program: Moments, params: Params, batches: Iterable[np.ndarray | jax.Array]) -> dict[str, Components]:
     """Return the principal components of keys, "post" and "pre" rotary embedding, over batches of tokens [rows, seq].
 
     Args:
@@ -108,7 +113,7 @@ def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any
     return {kind: _components(layers, tokens) for kind, layers in total.items()}
 
 
-def _components(layers: Sequence[Any], tokens: int) -> Components:
+def _components(layers: Sequence[tuple[np.ndarray, ...]], tokens: int) -> Components:
     means, products = (np.stack([layer[at] for layer in layers]) / tokens for at in (0, 1))
     values, vectors = np.linalg.eigh(products - means[..., :, None] * means[..., None, :])
     components, centers, variances = (
@@ -181,7 +186,7 @@ def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[
     return components, facts
 
 
-def _orthonormal(vectors: NDArray[Any]) -> bool:
+def _orthonormal(vectors: NDArray[np.generic]) -> bool:
     if vectors.dtype != np.float32:
         return False
     return np.allclose(np.swapaxes(vectors, -1, -2) @ vectors, np.eye(vectors.shape[-1]), atol=_ORTHONORMAL)
