@@ -11,7 +11,7 @@ from flax import nnx
 from axonn_jax.core.checkpoint.restore import Checkpoint
 from axonn_jax.core.distributed.bounded import InFlight
 from axonn_jax.core.engines.base import copied_model, under_mesh
-from axonn_jax.core.engines.engine import Engine, mean_by_count
+from axonn_jax.core.engines.engine import BatchEngine, mean_by_count
 from axonn_jax.core.engines.optimizer import averaging
 from axonn_jax.core.engines.pruning import Pruning
 from axonn_jax.core.engines.rules import RunSettings, check_rules
@@ -65,7 +65,7 @@ class Trainer:
         UserError: An argument is out of range, or arguments contradict each other.
     """
 
-    engine: Engine
+    engine: BatchEngine[Any]
     pruning: Pruning
 
     @typed_arguments

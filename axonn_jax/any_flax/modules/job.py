@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.any_flax.modules.batches import TreeBatches
+from axonn_jax.any_flax.modules.batches import Tree, TreeBatches
 from axonn_jax.any_flax.modules.linen_model import LinenLossModel
 from axonn_jax.any_flax.modules.loss_model import Loss, LossModel, say_first, takes_batch
 from axonn_jax.any_flax.modules.metrics import Weight
@@ -51,7 +51,7 @@ def loss_job(
     clip: float,
     memory: MemoryConfig,
     prune: PruneConfig,
-) -> Job:
+) -> Job[Tree, Tree]:
     """Check a user's model, loss and optimizer, and return the job that trains them; nothing is compiled yet.
 
     Arguments are those of `Trainer`: a model (NNX module, function that builds one, or tree of Linen parameters), its
@@ -106,7 +106,7 @@ def loss_job(
         kwargs = {"model": loss_model, "weight": weight, "forms": forms, "carried": state}
         return LossProgram(parts, grid, dtypes, memory, **kwargs, **options)
 
-    def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep]:
+    def build(forms: PrunedLayout | None) -> tuple[Stack, LossProgram, TrainStep[Tree]]:
         zero, _, dtypes = masters(memory, grid, separate=forms is not None)
         loss_program = program(forms, dtypes, zero=zero, strategy=proof.strategy, user_selected=rows == "parts")
         separate = dtypes.master_weights or zero or offloads or forms is not None

@@ -8,12 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
 from axonn_jax.core.checkpoint.naming import State
 from axonn_jax.core.distributed.heartbeat import Heartbeat
-from axonn_jax.core.engines.on_mesh import Placed
 from axonn_jax.core.engines.step import StepMetrics
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.grid import BATCH_AXES, Grid
@@ -23,7 +24,7 @@ from axonn_jax.core.tensor.params import Params, SplitModule
 from axonn_jax.core.tensor.weight_gather import Weights
 
 
-def token_ids_of(batch: object) -> np.ndarray[Any, np.dtype[np.int32]]:
+def token_ids_of(batch: object) -> NDArray[np.int32]:
     """Return a batch [sequences, seq + 1] as int32 NumPy array, from any library's array (PyTorch's too) or lists.
 
     Raises ``UserError`` for anything else; numbers are neither rounded nor truncated to 32 bits.
@@ -45,7 +46,7 @@ def token_ids_of(batch: object) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.astype(np.int32, copy=False)
 
 
-def mean_by_count(values: Sequence[Any], counts: Sequence[float]) -> float:
+def mean_by_count(values: Sequence[jax.Array | float], counts: Sequence[float]) -> float:
     """Return the mean of batches' values, weighted by their counts.
 
     Raises ``UserError`` if all counts are zero.
@@ -59,7 +60,11 @@ Rows = TypeVar("Rows")
 """This process's rows of a batch, validated: token ids, or the arrays of a user's batch."""
 
 
-class Batches(ABC, Generic[Rows, Placed]):
+Shards = TypeVar("Shards", covariant=True)
+"""Global batch on the mesh (`on_mesh.Placed`)."""
+
+
+class Batches(ABC, Generic[Rows, Shards]):
     """Global batches: which rows this process loads, validation of user batches, and their arrays on the mesh."""
 
     def __init__(self, grid: Grid, microbatches: int):
@@ -125,7 +130,7 @@ class Batches(ABC, Generic[Rows, Placed]):
         """Return the batch padded to `rows` with rows that do not count."""
 
     @abstractmethod
-    def shard(self, batch: Rows) -> Placed:
+    def shard(self, batch: Rows) -> Shards:
         """Return this process's rows of a global batch as arrays on the mesh, microbatches first."""
 
 
@@ -144,7 +149,7 @@ class TokenBatches(Batches[np.ndarray, jax.Array]):
     def least(self) -> int:  # noqa: D102
         return self.grid.shape.batch_shards * self.microbatches
 
-    def read(self, batch: object, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def read(self, batch: object, *, counts: bool = False) -> NDArray[np.int32]:
         """Return token ids [sequences, seq + 1] as NumPy array; raises ``UserError`` for anything else."""
         ids = token_ids_of(batch)
         # Only a single process sees the full batch; with several, the targets may be in another one's rows.
@@ -179,13 +184,15 @@ class TokenBatches(Batches[np.ndarray, jax.Array]):
 class RowChoice(Protocol):
     """Choice of how a user's loss runs (`any_flax/modules/proof.py`)."""
 
-    facts: dict[str, Any]
+    facts: dict[str, object]
     """The choice and its reason, as stored in a checkpoint's manifest; after loading, those of the loaded run."""
 
-    def changes(self, step: int, params: Weights, carried: Params, batch: Any) -> bool:
+    def changes(self, step: int, params: Weights, carried: Params, batch: object) -> bool:
         """Choose before a step; return True if the job's `build` returns another program from now on."""
 
-    def evaluates_at_once(self, loss: Any, params: Weights, carried: Params, batch: Any) -> bool:
+    def evaluates_at_once(
+        self, loss: Callable[..., object] | None, params: Weights, carried: Params, batch: object
+    ) -> bool:
         """Return True if an evaluation by a loss (None: the job's) must see all rows of a batch at once."""
 
 
@@ -203,14 +210,10 @@ class Engine(Protocol):
     """Parameter stores of this process's ranks of the pipe (rank 0 without a pipeline)."""
 
     @property
-    def batches(self) -> Batches[Any, Any]:
-        """Layout and validation of global batches."""
-
-    @property
     def parts(self) -> SplitModule:
         """Shapes and layouts of all parameters of the full model, under the model's names."""
 
-    def merged(self, params: Params) -> Any:
+    def merged(self, params: Params) -> object:
         """Return the user's model with these parameters and its current remaining state."""
 
     @property
@@ -218,17 +221,8 @@ class Engine(Protocol):
         """This process's float32 weights by name."""
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> optax.OptState:
         """Optimizer state for `params`; in a pipeline, by rank of the pipe."""
-
-    def step(self, batch: Any) -> StepMetrics:
-        """Run one optimizer step on this process's rows of a global batch, as returned by `Batches.read`."""
-
-    def mean_loss(self, batch: Any) -> tuple[Any, Any]:
-        """Return the mean loss over a batch's counted targets, without dropout, and their number over all processes.
-
-        Both are host or device numbers.
-        """
 
     def state(self) -> State:
         """Return the state that this process's JAX world saves, by checkpoint name; each array is in one world only.
@@ -254,9 +248,6 @@ class Engine(Protocol):
         By this process's ranks of the pipe (0 without a pipeline); see `memory.report.report`.
         """
 
-    def compiled_step(self, batch: Any) -> jax.stages.Compiled | None:
-        """Return the compiled program of a step on a batch; None for a pipeline, whose step is many programs."""
-
     def saving(self) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context for long work between steps, so that peers do not consider this process stuck."""
 
@@ -268,3 +259,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End background threads and channels; results of the last step stay readable."""
+
+
+class BatchEngine(Engine, Protocol[Rows]):
+    """Engine with its steps, for batches of one form."""
+
+    @property
+    def batches(self) -> Batches[Rows, object]:
+        """Layout and validation of global batches."""
+
+    def step(self, batch: Rows) -> StepMetrics:
+        """Run one optimizer step on this process's rows of a global batch, as returned by `Batches.read`."""
+
+    def mean_loss(self, batch: Rows) -> tuple[jax.Array | float, jax.Array | float]:
+        """Return the mean loss over a batch's counted targets, without dropout, and their number over all processes.
+
+        Both are host or device numbers.
+        """
+
+    def compiled_step(self, batch: Rows) -> jax.stages.Compiled | None:
+        """Return the compiled program of a step on a batch; None for a pipeline, whose step is many programs."""

@@ -59,6 +59,16 @@ class OnMesh(ABC, Generic[Placed]):
     carried: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict, kw_only=True)
     """Abstract model state that is no parameter and that steps change, such as BatchNorm statistics."""
 
+    @property
+    @abstractmethod
+    def sub_batches(self) -> int:
+        """Number of parts of a microbatch whose computation and communication overlap."""
+
+    @property
+    @abstractmethod
+    def token_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split a batch's tokens, over which gradients are summed."""
+
     @abstractmethod
     def results(
         self, params: Weights, carried: Params, batch: Placed, key: jax.Array | None, scale: jax.Array | None = None

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -16,7 +17,8 @@ from axonn_jax.core.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.core.distributed.bounded import STEPS
 from axonn_jax.core.distributed.gossip import RankStatus
 from axonn_jax.core.distributed.heartbeat import Heartbeat
-from axonn_jax.core.engines.engine import Batches, RowChoice, TokenBatches
+from axonn_jax.core.engines.engine import Batches, RowChoice, Rows, TokenBatches
+from axonn_jax.core.engines.on_mesh import OnMesh, Placed
 from axonn_jax.core.engines.optimizer import check_optimizer
 from axonn_jax.core.engines.program import exposed
 from axonn_jax.core.engines.programs import StepPrograms
@@ -26,7 +28,7 @@ from axonn_jax.core.memory.host_arrays import materialize
 from axonn_jax.core.memory.precision import Precisions, precisions
 from axonn_jax.core.models.protocol import check_model
 from axonn_jax.core.models.stacked import Stack
-from axonn_jax.core.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.core.models.vocabulary import Padded, fit_vocabulary, padding_of, without_padding
 from axonn_jax.core.pruned.config import PruneConfig
 from axonn_jax.core.pruned.layout import PrunedLayout
 from axonn_jax.core.pruned.prune import Pruner, prunable
@@ -36,29 +38,29 @@ from axonn_jax.core.state.published_matrices import published_matrices
 from axonn_jax.core.tensor.params import Params, SplitModule, key_of, place_params, shapes_of, split_module
 from axonn_jax.core.tensor.weight_gather import Weights
 
-Build = Callable[[PrunedLayout | None], tuple[Stack, Any, TrainStep]]
+Build = Callable[[PrunedLayout | None], tuple[Stack, OnMesh[Placed], TrainStep[Placed]]]
 """Function from the layout of pruned parameters to the stack of layers, the program of the gradients and the step."""
 
 
 @dataclass
-class Job:
+class Job(Generic[Rows, Placed]):
     """A model, split into parts, with everything an `SpmdEngine` needs to train it."""
 
     params: Params
     """Float32 parameters on the mesh, under per-layer names."""
     optimizer: optax.GradientTransformation
-    build: Build
-    batches: Batches[Any, Any]
+    build: Build[Placed]
+    batches: Batches[Rows, Placed]
     draws: bool
     """True if a step takes a random key, for example for dropout."""
     owned: bool
     """True if `params` may be freed, one array after another."""
-    merge: Callable[[Params, Params], Any]
+    merge: Callable[[Params, Params], object]
     """Function from parameters and carried state to the user's model."""
     chooser: Pruner | None = None
     formed: bool = True
     """True if the parameters are pruned from the start."""
-    padding: Mapping[str, Any] = field(default_factory=dict)
+    padding: Mapping[str, Padded] = field(default_factory=dict)
     """Padding of the vocabulary (`models.vocabulary.padding_of`)."""
     carried: Params = field(default_factory=dict)
     """Model state that is no parameter and that steps change, by name."""
@@ -76,7 +78,7 @@ def model_job(
     memory: MemoryConfig,
     tensor: TensorConfig,
     prune: PruneConfig,
-) -> Job:
+) -> Job[np.ndarray, jax.Array]:
     """Return the job of a `models.protocol.Model` or of a function that builds one, without compiling anything.
 
     Raises ``UserError`` if model, optimizer and settings do not fit together.
@@ -108,13 +110,13 @@ def model_job(
     )
 
 
-class SpmdEngine:
+class SpmdEngine(Generic[Rows, Placed]):
     """Engine of a model on a single mesh; see `engine.Engine` for each member.
 
     A step returns once it is dispatched: its metrics are device values, and at most two steps are in flight.
     """
 
-    def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
+    def __init__(self, job: Job[Rows, Placed], grid: Grid, *, seed: int, memory: MemoryConfig):
         self.grid, self.batches, self._job = grid, job.batches, job
         self._key = key_of(seed) if job.draws else None
         self._carried, self.row_choice = job.carried, job.row_choice
@@ -124,7 +126,7 @@ class SpmdEngine:
             job.params, job.optimizer, lambda forms: StepPrograms(*job.build(forms), memory), job.chooser, **flags
         )
         job.params = job.carried = {}  # the store and the steps donate these arrays
-        self.stores: Mapping[int, ParamStore[StepPrograms]] = {0: self.store}
+        self.stores: Mapping[int, ParamStore[StepPrograms[Placed]]] = {0: self.store}
         self._scale = self.programs.train_step.first_scale()
         self.steps_done = 0
         self._in_step = False
@@ -133,12 +135,12 @@ class SpmdEngine:
         self.heartbeat: Heartbeat | None = None
 
     @property
-    def programs(self) -> StepPrograms:
+    def programs(self) -> StepPrograms[Placed]:
         """Compiled programs for the current form of the parameters."""
         return self.store.plan
 
     @property
-    def program(self) -> Any:
+    def program(self) -> OnMesh[Placed]:
         """Program of the gradients."""
         return self.programs.program
 
@@ -156,11 +158,11 @@ class SpmdEngine:
         """Float32 weights, and frozen ones in the compute dtype, by name; those of scanned layers are copies."""
         return materialize({**self.store.masters, **self.store.frozen.per_layer})  # type: ignore[no-any-return]
 
-    def merged(self, params: Params) -> Any:  # noqa: D102
+    def merged(self, params: Params) -> object:  # noqa: D102
         return self._job.merge(params, self._carried)
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> optax.OptState:
         """Optimizer state for `params`; that of scanned layers is copied."""
         return materialize(self.store.opt_state)
 
@@ -174,7 +176,7 @@ class SpmdEngine:
         self.heartbeat = Heartbeat(self._status, self.grid, math.inf, world)
         self.heartbeat.start()
 
-    def step(self, batch: Any) -> StepMetrics:
+    def step(self, batch: Rows) -> StepMetrics:
         """Dispatch an optimizer step and return once the step two before it has ended.
 
         It only waits for this step if optimizer state is in host memory (`memory.offload`), or if the CPU backend has
@@ -205,13 +207,13 @@ class SpmdEngine:
             )
         self._in_step = False
 
-    def compiled_step(self, batch: Any) -> jax.stages.Compiled:
+    def compiled_step(self, batch: Rows) -> jax.stages.Compiled:
         """Return the step's compiled program for batches of this shape; with offload, that of the gradients."""
         self._settle(batch)
         shards = self.batches.shard(batch)
         return self.programs.compiled(self.train_state, shards, self._step_key(0), self.store.frozen.arrays)
 
-    def _settle(self, batch: Any) -> None:
+    def _settle(self, batch: Rows) -> None:
         """Rebuild the programs if the batch requires another choice of rows."""
         choice = self.row_choice
         if choice is not None and choice.changes(self.steps_done, self.store.weights, self._carried, batch):
@@ -232,12 +234,12 @@ class SpmdEngine:
         finally:
             self._evaluated = None
 
-    def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
+    def mean_loss(self, batch: Rows) -> tuple[jax.Array, jax.Array]:  # noqa: D102
         self._settle(batch)
         self._status.now("compiling")  # until the next step; the first evaluation does compile
-        return self.programs.evaluate(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
+        return self.programs.evaluate(self._evaluated or self.store.weights, self._carried, self.batches.shard(batch))
 
-    def numbers(self, batch: Any, loss: Any = None) -> Any:
+    def numbers(self, batch: Rows, loss: Callable[..., object] | None = None) -> tuple[jax.Array, jax.Array, object]:
         """Return the mean loss of a batch, its weight and auxiliary numbers; `loss` replaces the job's loss.
 
         Only for jobs with a user's loss (`any_flax/modules/`).
@@ -251,8 +253,7 @@ class SpmdEngine:
             at_once = choice is not None and choice.evaluates_at_once(loss, weights, self._carried, batch)
             batches = batches.at_once() if at_once else batches
         shards = batches.shard_ragged(batch) if ragged else batches.shard(batch)
-        forward = self.programs.forward(loss, at_once=ragged or at_once)
-        result = forward(weights, self._carried, shards)
+        result = self.programs.forward(loss, at_once=ragged or at_once)(weights, self._carried, shards)
         return result.loss, result.weight, result.aux
 
     def finite(self) -> bool:  # noqa: D102

@@ -1,7 +1,7 @@
 """Optimizer step as one compiled program, for real or abstract arrays."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from axonn_jax.core.adapters.config import LoraConfig
 from axonn_jax.core.adapters.layers import with_adapters
 from axonn_jax.core.backend.compiler_options import step_options, supported_options
 from axonn_jax.core.backend.traits import overlaps_collectives
-from axonn_jax.core.engines.on_mesh import OnMesh
+from axonn_jax.core.engines.on_mesh import OnMesh, Placed
 from axonn_jax.core.engines.program import StageProgram
 from axonn_jax.core.engines.scan_layers import LAYERS, choose_stack
 from axonn_jax.core.errors import UserError
@@ -53,10 +53,10 @@ class TrainState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class TrainStep(Generic[Placed]):
     """Gradients, clipping and the optimizer's update as one function on global arrays."""
 
-    program: OnMesh[Any]
+    program: OnMesh[Placed]
     optimizer: optax.GradientTransformation
     clip: float = 0.0
     """Largest global norm of the gradients, to which larger ones are scaled down; 0: not clipped."""
@@ -66,7 +66,7 @@ class TrainStep:
     def __call__(
         self,
         state: TrainState,
-        batch: Any,
+        batch: Placed,
         key: jax.Array | None,
         frozen: Weights = {},  # noqa: B006
     ) -> tuple[TrainState, StepMetrics]:
@@ -82,7 +82,7 @@ class TrainStep:
         return TrainState(model, measured.scale, measured.carried), measured.metrics
 
     def measured(
-        self, weights: Weights, scale: Scale, carried: Params, batch: Any, key: jax.Array | None
+        self, weights: Weights, scale: Scale, carried: Params, batch: Placed, key: jax.Array | None
     ) -> "MeasuredStep":
         """Return gradients, loss and metrics of a step, before its update."""
         grads, loss, norm, further, changed = self.program.results(weights, carried, batch, key, scale.factor)
@@ -116,14 +116,14 @@ class TrainStep:
         """Return the initial loss scale and count of skipped steps."""
         return on_mesh(first_scale(scaled=self.program.precisions.scaled), self.program.grid.mesh)
 
-    def jitted(self) -> Any:
+    def jitted(self) -> jax.stages.Wrapped:
         """Return the step under `jax.jit`, with the state donated."""
         # Fix the output layouts: donation reuses the state's buffers, and the same program must take the next state.
         shardings = (jax.tree.map(lambda s: s.sharding, self.abstract()), self.scalar)
         options = self.compiler_options()
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
-    def compiler_options(self) -> dict[str, Any] | None:
+    def compiler_options(self) -> dict[str, str | bool | int] | None:
         """Return the step's XLA options that this XLA supports."""
         return supported_options(self._requested_options) or None
 
@@ -137,7 +137,10 @@ class TrainStep:
         return step_options(platform, self.program.ordered)
 
     def compiled(
-        self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
+        self,
+        tokens: tuple[int, int, int],
+        key: jax.Array | jax.ShapeDtypeStruct | None = None,
+        compiler_options: dict[str, str | bool] | None = None,
     ) -> jax.stages.Compiled:
         """Compile the step for the program's parameters without allocating any array.
 
@@ -196,7 +199,7 @@ def abstract(
     microbatches: int,
     lora: LoraConfig = LoraConfig(),  # noqa: B008
     **options: Any,
-) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
+) -> tuple[Transformer, tuple[tuple[int, int, int], jax.ShapeDtypeStruct | None]]:
     """Return an abstract transformer, built with `options`, and the arguments of `TrainStep.compiled` for its batch.
 
     Raises ``UserError`` if the model or its `sequences` per step do not divide over the grid.
@@ -235,7 +238,7 @@ def build_step(
     memory: MemoryConfig,
     tensor: TensorConfig,
     forms: PrunedLayout | None = None,
-) -> tuple[Stack, StageProgram, TrainStep]:
+) -> tuple[Stack, StageProgram, TrainStep[jax.Array]]:
     """Return the stacking of a model's layers, the program of its gradients, and the step, without allocating arrays.
 
     Only the values of pruned parameters (`forms`) are trained, and `optimizer` is for parameters under per-layer names.

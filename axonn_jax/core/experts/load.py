@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,9 @@ class Loads:
         def moves(excess: jax.Array) -> jax.Array:
             return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
 
-        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def update(
+            grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+        ) -> tuple[optax.Updates, optax.OptState]:
             # Zeros keep the counts out of the optimizer's state; its updates of the biases are overwritten below.
             inner_grads = {name: jnp.zeros_like(grad) if name in names else grad for name, grad in grads.items()}
             biases = {name: moves(grad) for name, grad in grads.items() if name in names}

@@ -64,7 +64,9 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
             groups[tuple(names)] = transferred(jax.jit(optimizer.init, out_shardings=shardings)(group), HOST)
         return groups
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[Any, dict[tuple[str, ...], Any]]:
         flat, weights = _flat(grads), None if params is None else _flat(params)
         for argument, names in (
             ("state", {*chain(*state)} if isinstance(state, dict) else set()),

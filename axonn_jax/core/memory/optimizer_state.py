@@ -123,7 +123,7 @@ class DeviceOptimizer:
 
         return jax.jit(make, out_shardings=self.shardings(masters))(masters, optimizer, extra)  # type: ignore[no-any-return]
 
-    def opt_state(self, state: ModelState) -> Any:
+    def opt_state(self, state: ModelState) -> optax.OptState:
         """Return the optax state."""
         return state.optimizer
 

@@ -132,7 +132,7 @@ class ParamStore(Generic[PlanT]):
         return self._dense(unstack_params(self.stack, self.placement.masters(self.model)))  # type: ignore[no-any-return]
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> optax.OptState:
         """The optax state, under per-layer names."""
         return self._dense(unstack_state(self._optimizer, self.stack, self.placement.opt_state(self.model)))
 

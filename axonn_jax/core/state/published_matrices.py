@@ -71,10 +71,12 @@ def _unpadded(
 
         return jax.tree_util.tree_map_with_path(resize, tree)
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         return resized(tx.init(resized(params, params)), params, grows=True)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = tx.update(*(resized(tree, grads) for tree in (grads, state, params)), **extra)
         return resized(updates, grads, grows=True), resized(state, grads, grows=True)
 
@@ -152,11 +154,13 @@ def _split_heads(
     def fused_in(params: Mapping[str, Any]) -> dict[str, _Heads]:
         return {name: kernels[name] for name in params if name in kernels and kernels[name].fits(params[name])}
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         fused = fused_in(params)
         return join(fused, tx.init(split(fused, params)))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
         fused = fused_in(grads)
         updates, state = tx.update(*(split(fused, tree) for tree in (grads, state, params)), **extra)
         return join(fused, updates), join(fused, state)

@@ -54,11 +54,13 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
         state = jax.eval_shape(optimizer.init, layer)
         return tree_map_with_path(lambda path, _: None if owner(path, layers) is None else 0, state)
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         unstacked_params, layers = split(params)
         return merge(optimizer.init(unstacked_params), jax.vmap(optimizer.init, out_axes=axes(layers))(layers))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
         (unstacked_params, layers), (grads, layers_grads), (state, layers_state) = map(split, (params, grads, state))
         state_axes = axes(layers)
         update_fn = partial(optax.with_extra_args_support(optimizer).update, **extra)

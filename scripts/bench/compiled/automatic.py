@@ -51,6 +51,8 @@ class AutomaticProgram(OnMesh[jax.Array]):
     """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `TrainStep`."""
 
     constraints: Constraints = field(default="layers", kw_only=True)
+    sub_batches = 1
+    token_axes = BATCH_AXES
 
     def results(
         self, params: Weights, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
