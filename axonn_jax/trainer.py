@@ -75,10 +75,10 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         grid: Grid,
         *,
-        loss: Callable[[Any, Any], Any] | None = None,
-        weight: Callable[[Any], Any] | None = None,
+        loss: Callable[[object, object], object] | None = None,
+        weight: Callable[[object], object] | None = None,
         rows: Rows = "auto",
-        wrt: Any = nnx.Param,
+        wrt: object = nnx.Param,
         microbatches: int = 1,
         clip: float = 0.0,
         ema: float = 0.0,
@@ -96,7 +96,7 @@ class Trainer:
             raise UserError("model", type(model).__name__, "a models.Transformer, a SequenceModel, or a function")
         job_options: dict[str, Any] = {"memory": memory, "prune": prune}
         job_options["microbatches"] = integer("microbatches", microbatches, 1)
-        self._fitting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        self._fitting: Callable[[object], AbstractContextManager[object]] = nullcontext
         with grid.entered():
             # An engine's modules are imported only if it is used: a run need not have the dependencies of the others.
             if loss is not None:
@@ -122,7 +122,7 @@ class Trainer:
             self.engine, self._numbers = engine, None if loss is None else engine.numbers
         self._averaged = self.engine.averaged if ema and isinstance(self.engine, SpmdEngine) else nullcontext
         self.pruning = Pruning(prune, self.engine)
-        self._run: Mapping[str, Any] = {}
+        self._run: Mapping[str, object] = {}
 
     @property
     @under_mesh
@@ -278,7 +278,7 @@ class Trainer:
         return None if checkpoint is None else checkpoint.manifest.step
 
     @property
-    def iterator(self) -> Any:
+    def iterator(self) -> object:
         """State of this process's data iterator in the last loaded checkpoint, or None; ``UserError`` if another number
         of processes saved it, with states that differ."""
         return iterator_of(self._run, self.engine.grid)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined]  # jax 0.12 has it for old users
+from jax.extend.core import JaxprEqn
 
 from axonn_jax.core.grid import MESH_AXES
 from axonn_jax.core.hardware import AttentionDevice
@@ -23,14 +24,14 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return varying_axes_of(jax.typeof(x))
 
 
-def varying_axes_of(aval: Any) -> frozenset[str]:
+def varying_axes_of(aval: object) -> frozenset[str]:
     """Return the axes over which an abstract value, such as a traced variable's, varies; see `varying_axes`."""
     if hasattr(aval, "manual_axis_type"):  # jax 0.10.2 and later
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
 
 
-def without_varying(aval: Any, axes: Iterable[str]) -> Any:
+def without_varying(aval: Any, axes: Iterable[str]) -> object:
     """Return the abstract value with a type that no longer varies over `axes`."""
     if hasattr(aval, "manual_axis_type"):
         kind = aval.manual_axis_type
@@ -38,7 +39,7 @@ def without_varying(aval: Any, axes: Iterable[str]) -> Any:
     return aval.update(vma=aval.vma - frozenset(axes))
 
 
-def attention_device(device: Any, *, single_device: bool) -> AttentionDevice:
+def attention_device(device: jax.Device, *, single_device: bool) -> AttentionDevice:
     """Return the traits of a jax device that determine its attention kernels.
 
     Args:
@@ -74,7 +75,7 @@ def part_of(closed: ClosedJaxpr, needed: Sequence[bool], *, all_inputs: bool = F
     return ClosedJaxpr(jaxpr, [value for value, read in zip(closed.consts, constants_read, strict=True) if read])
 
 
-def function_of(eqn: Any) -> Callable[..., list[Any]]:
+def function_of(eqn: JaxprEqn) -> Callable[..., list[object]]:
     """Return a differentiable function that evaluates an equation on its distinct inputs, literals excluded."""
     from jax.extend.core import DebugInfo, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 
@@ -128,7 +129,7 @@ def _plugins() -> list[str]:
     return [plugin.name for plugin in installed]
 
 
-def gather(value: Any, of: str) -> list[Any]:
+def gather(value: object, of: str) -> list[Any]:
     """Gather a value from every process of a `jax.distributed` world, ordered by rank.
 
     Args:

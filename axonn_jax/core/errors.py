@@ -112,7 +112,7 @@ def as_flags(table: str) -> Iterator[None]:
         raise UserError(flag, error.value, error.accepted) from None
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> object:
     """Return array and NumPy scalars, and enumeration members that are texts or numbers, as Python's types."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         with suppress(TypeError):  # a value that jax traces
@@ -147,12 +147,12 @@ def local_path(field: str, text: str) -> str:
     return os.path.expanduser(text)
 
 
-_NOUNS: Mapping[Any, str] = {
+_NOUNS: Mapping[object, str] = {
     str: "a text", bool: "True or False", NoneType: "None", Path: "the path of a directory", Sequence: "a list",
     Iterable: "a list or an iterator", Mapping: "a mapping", "Grid": "a grid, as ax.init returns one",
 }  # fmt: skip
 _ENTRIES = ("__iter__", "__getitem__")
-_MEMBERS: Mapping[Any, Sequence[str]] = {
+_MEMBERS: Mapping[object, Sequence[str]] = {
     Iterable: _ENTRIES, Sequence: _ENTRIES, Mapping: ("keys",), Path: ("__fspath__",)
 }  # fmt: skip
 """Members, any of which is enough: arrays are not sequences to Python, nor are other libraries' tables mappings."""
@@ -197,7 +197,7 @@ def near_arguments(of: str, kwargs: Mapping[str, object], parameters: Iterable[s
             raise UserError(name, kwargs[name], f"no argument of {of}{hint}")
 
 
-def _typed(name: str, hint: Any, value: Any) -> Any:
+def _typed(name: str, hint: object, value: object) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if any(kind in _SCALARS or get_origin(kind) is Literal for kind in kinds):
         value = plain(value)
@@ -210,7 +210,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def _fits(hint: Any, value: object) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(option, value) for option in inner)
@@ -226,7 +226,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return True
 
 
-def _accepted(hint: Any, value: Any) -> str:
+def _accepted(hint: Any, value: object) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return " or ".join(_accepted(option, value) for option in inner if option is not str or Path not in inner)

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import isqrt, prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from axonn_jax.core.errors import UserError, integer
 
@@ -174,7 +174,7 @@ class Grid(NamedTuple):
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        def put(path: Any, leaf: Any) -> Any:
+        def put(path: tuple[object, ...], leaf: object) -> object:
             rows = getattr(leaf, "shape", ())[:1]
             if rows:
                 divides(

@@ -127,7 +127,7 @@ class Settings:
     table = ""
     """Name of the table in errors."""
 
-    def __new__(cls, *_: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *_: object, **kwargs: object) -> Self:
         """Suggest a similar setting for an unknown one, before Python raises its error."""
         near_arguments(cls.__name__, kwargs, [field.name for field in fields(cast(Any, cls))])
         return super().__new__(cls)
@@ -177,14 +177,14 @@ def amount_of_bytes(name: str, text: str, accepted: str) -> int:
     return int(count)
 
 
-_NOUNS: Mapping[Any, str] = {
+_NOUNS: Mapping[object, str] = {
     int: "an integer", float: "a number", str: "a text", bool: "true or false", NoneType: "null"
 }  # fmt: skip
 _LARGEST = 2**63 - 1
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
-def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) -> T:
+def typed(kind: type[T], value: object, name: str = "", *, closed: bool = False) -> T:
     """Check a value of TOML or JSON, and convert it to a type; the only scalars converted are integers to floats.
 
     Args:
@@ -200,7 +200,7 @@ def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) ->
     return result
 
 
-def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
+def _typed(kind: object, value: Any, name: str, closed: bool) -> Any:
     if get_origin(kind) in (Union, UnionType):
         if value is None and NoneType in get_args(kind):
             return None
@@ -237,21 +237,21 @@ def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
     raise UserError(name, value, note.accepted if isinstance(note, Range) else _NOUNS[kind] + strange)
 
 
-def _strange(value: Any) -> bool:
+def _strange(value: object) -> bool:
     # Such integers exceed 64 bits; such texts cannot be paths, or be written as UTF-8.
     if type(value) is str:
         return _UNWRITABLE.search(value) is not None
     return type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST
 
 
-def not_none(kind: Any) -> Any:
+def not_none(kind: object) -> object:
     """Return the type of an optional value; any other type unchanged."""
     if get_origin(kind) in (Union, UnionType):
         return next(option for option in get_args(kind) if option is not NoneType)
     return kind
 
 
-def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
+def _built(kind: Any, value: object, name: str, closed: bool) -> object:
     hints = _fields(kind)
     if type(value) is not dict:
         raise UserError(name or "content", value, f"a table with the keys {', '.join(hints)}")
@@ -270,7 +270,7 @@ def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
 
 
 @cache
-def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
+def _fields(kind: Any) -> Mapping[str, tuple[object, bool]]:
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
 

@@ -35,28 +35,28 @@ def checksum(numbers: Mapping[str, int], names: Iterable[str], sync: HostSync) -
     return _digest((name, int(max(reported))) for name, reported in zip(names, zip(*rows, strict=True), strict=True))
 
 
-def checksum_of_files(weights: Iterable[tuple[str, NDArray[Any]]]) -> str:
+def checksum_of_files(weights: Iterable[tuple[str, NDArray[np.generic]]]) -> str:
     """Return the checksum of unsharded weights on the host, which are consumed one at a time."""
 
-    def number(value: NDArray[Any]) -> int:
+    def number(value: NDArray[np.generic]) -> int:
         return int(_weighed(value.astype(ml_dtypes.bfloat16).view(np.uint16), np))
 
     return _digest(sorted((name, number(value)) for name, value in weights))
 
 
-def number_of(weight: Any) -> int:
+def number_of(weight: jax.Array) -> int:
     """Return the number of a weight in bfloat16 or wider; collectives: an all-reduce of one number."""
     # Rounding to float16 first may change the bfloat16 bits, and with them the number: see `read_numbered`.
     return int(_mixed(materialize(weight)))
 
 
-def numbers_of(weights: Mapping[str, Any], rounded: Mapping[str, int]) -> dict[str, int]:
+def numbers_of(weights: Mapping[str, jax.Array], rounded: Mapping[str, int]) -> dict[str, int]:
     """Return the numbers of weights by name, taking those in `rounded` from before they were rounded to float16."""
     return {name: rounded[name] if name in rounded else number_of(value) for name, value in weights.items()}
 
 
 def read_numbered(
-    read: Callable[[Mapping[str, Any]], Params], abstract: Mapping[str, jax.ShapeDtypeStruct]
+    read: Callable[[Mapping[str, object]], Params], abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Params, dict[str, int]]:
     """Read weights in the types of `abstract`, and number those in float16 before they are rounded.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from axonn_jax.core.errors import UserError, nearest
 from axonn_jax.core.models.config import ModelShape
@@ -161,7 +161,7 @@ class StoredLora:
         return LoraConfig(self.rank, self.alpha, self.targets, self.rslora)
 
 
-def stored_in(run: Mapping[str, Any]) -> StoredLora | None:
+def stored_in(run: Mapping[str, object]) -> StoredLora | None:
     """Return the adapters' metadata of a checkpoint's run; None if the checkpoint holds a full model.
 
     Raises:

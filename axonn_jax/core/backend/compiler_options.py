@@ -29,7 +29,7 @@ def step_options(platform: str, ordered: bool) -> dict[str, Any]:
     return {"xla_gpu_enable_triton_gemm": False} | (overlap if ordered else {})
 
 
-def supported_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def supported_options(options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options that the installed jaxlib supports, found by compiling an empty program with each of them.
 
     Args:

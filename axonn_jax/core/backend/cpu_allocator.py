@@ -108,7 +108,7 @@ class TemporariesInPlace:
         self._baseline: int | None = None
         self._addresses: list[int] = []
 
-    def wait(self, last: Any) -> None:
+    def wait(self, last: object) -> None:
         """Wait for the previous run and its memory.
 
         Args:

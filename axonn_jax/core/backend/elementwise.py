@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from axonn_jax.core import compat
 from axonn_jax.core.backend.jaxprs import bodies, follow, same_body
@@ -36,7 +38,7 @@ class Computation:
     """Text and constants of a traced program; jax names variables in order, so equal programs print equal texts."""
 
     text: str
-    constants: tuple[Any, ...]
+    constants: tuple[ArrayLike, ...]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Computation) or self.text != other.text:
@@ -47,7 +49,9 @@ class Computation:
     __hash__ = None  # type: ignore[assignment]
 
 
-def computation(function: Callable[..., Any], *arguments: Any, of: Callable[[Any], bool]) -> Computation:
+def computation(
+    function: Callable[..., object], *arguments: object, of: Callable[[tuple[object, ...]], bool]
+) -> Computation:
     """Trace a function and keep only the computation of the results that `of` selects.
 
     Equal computations give equal results for every input.
@@ -66,7 +70,7 @@ def computation(function: Callable[..., Any], *arguments: Any, of: Callable[[Any
     return Computation(str(closed.jaxpr), tuple(closed.consts))
 
 
-def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, ...]) -> bool:
+def by_element(function: Callable[..., object], *arguments: object, shape: tuple[int, ...]) -> bool:
     """Return whether a function acts element by element, so that it may run on any slice of its elements.
 
     Results of the shape must depend, at every entry, on that entry of the arguments alone; all other results must not
@@ -89,7 +93,7 @@ def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, 
     def kind(aval: Any) -> int:
         return _ALIGNED if aval.shape == shape else _UNIFORM if aval.size == 1 else _MIXED
 
-    def through(eqn: Any, kinds: list[int]) -> Sequence[int]:
+    def through(eqn: JaxprEqn, kinds: list[int]) -> Sequence[int]:
         return _through(eqn, kinds, shape, through)
 
     result_kinds = follow(closed.jaxpr, [kind(var.aval) for var in closed.jaxpr.invars], _UNIFORM, through)
@@ -97,7 +101,9 @@ def by_element(function: Callable[..., Any], *arguments: Any, shape: tuple[int, 
     return all(result_kind <= (_ALIGNED if is_aligned else _UNIFORM) for result_kind, is_aligned in pairs)
 
 
-def _through(eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Any) -> Sequence[int]:
+def _through(
+    eqn: Any, kinds: list[int], shape: tuple[int, ...], through: Callable[[JaxprEqn, list[int]], Sequence[int]]
+) -> Sequence[int]:
     """Return the kinds of an equation's results; an unknown primitive is assumed to mix elements."""
     name, worst = eqn.primitive.name, max(kinds, default=_UNIFORM)
     if name == "cond":

@@ -5,19 +5,21 @@ from pathlib import Path
 from sysconfig import get_path
 from typing import Any, TypeVar
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 Value = TypeVar("Value")
 
 
-def bodies(eqn: Any) -> Iterator[Any]:
+def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Yield the jaxprs that an equation runs."""
     for param in eqn.params.values():
         for value in param if isinstance(param, tuple | list) else (param,):
-            inner = getattr(value, "jaxpr", value)
+            inner: Any = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield inner
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations of a jaxpr and, recursively, of all jaxprs that it runs."""
     for eqn in jaxpr.eqns:
         yield eqn
@@ -25,7 +27,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def same_body(eqn: Any) -> Any | None:
+def same_body(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the body of an equation whose inputs and results are the equation's own, if any.
 
     Among these equations are jit, remat, scan and custom derivatives.
@@ -34,7 +36,7 @@ def same_body(eqn: Any) -> Any | None:
     return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
 
 
-def scan_sizes(eqn: Any, body: Any) -> tuple[int, int]:
+def scan_sizes(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     """Return the numbers of a scan's constants and of its carried values.
 
     Args:
@@ -52,7 +54,7 @@ def scan_sizes(eqn: Any, body: Any) -> tuple[int, int]:
 
 
 def follow(
-    jaxpr: Any, inputs: Sequence[Value], default: Value, transfer: Callable[[Any, list[Value]], Sequence[Value]]
+    jaxpr: Jaxpr, inputs: Sequence[Value], default: Value, transfer: Callable[[JaxprEqn, list[Value]], Sequence[Value]]
 ) -> list[Value]:
     """Propagate a value per variable forward through a jaxpr.
 

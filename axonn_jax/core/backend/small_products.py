@@ -6,22 +6,26 @@ If a matmul [3, 3] @ [3, columns] and a sum over its rows share a kernel, column
 import functools
 from collections.abc import Callable, Hashable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from axonn_jax.core.backend.compiler_options import supported_options
 from axonn_jax.core.backend.jaxprs import equations
 from axonn_jax.core.backend.traits import computes_on_cores
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _CONTRACTED, _RIGHT = 3, 32_768
 _UNFUSED_DOT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """Compiler options that put matmuls into separate kernels, without the sums that read them."""
 
 
-def product_options(jaxpr: Any) -> dict[str, Any]:
+def product_options(jaxpr: Jaxpr) -> dict[str, object]:
     """Return the compiler options that a traced program needs, empty if it is not affected.
 
     Args:
@@ -31,17 +35,17 @@ def product_options(jaxpr: Any) -> dict[str, Any]:
     return supported_options(_UNFUSED_DOT) if any(map(_at_risk, equations(jaxpr))) and sums_are_wrong() else {}
 
 
-def compile_traced(traced: Any) -> jax.stages.Compiled:
+def compile_traced(traced: jax.stages.Traced) -> jax.stages.Compiled:
     """Compile a traced program with the `product_options` that it needs."""
     return traced.lower().compile(product_options(traced.jaxpr.jaxpr) or None)  # type: ignore[no-any-return]
 
 
-def jitted(f: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+def jitted(f: Callable[[*Ts], T], **jit_options: Any) -> Callable[[*Ts], T]:
     """Return `jax.jit(f, **jit_options)` with the `product_options` that each of its programs needs."""
     plain = jax.jit(f, **jit_options)
-    compiled = dict[Hashable, Callable[..., Any]]()
+    compiled = dict[Hashable, Callable[..., T]]()
 
-    def run(*args: Any) -> Any:
+    def run(*args: *Ts) -> T:
         if (form := form_of(args)) not in compiled:
             options = product_options(plain.trace(*args).jaxpr.jaxpr)
             compiled[form] = jax.jit(f, compiler_options=options, **jit_options) if options else plain
@@ -50,7 +54,7 @@ def jitted(f: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
     return run
 
 
-def form_of(args: Any) -> Hashable:
+def form_of(args: object) -> Hashable:
     """Return the structure, shapes and dtypes of a tree of arrays, which identify a compiled program."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from axonn_jax.core.backend.traits import computes_on_cores
+
+T = TypeVar("T")
 
 # Identity on `x`, computed after `earlier`. It is a primitive because its result varies over the mesh axes of `x` only,
 # whatever axes `earlier` varies over.
@@ -98,6 +100,6 @@ def unfused_write(write: Callable[..., jax.Array], always: jax.Array) -> Callabl
     return partial(lax.platform_dependent, cpu=on_cpu, default=write)
 
 
-def on_cores(cores: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+def on_cores(cores: Callable[..., T], fallback: Callable[..., T]) -> Callable[..., T]:
     """Return a function that runs `cores` in programs for CPUs, and `fallback` in all other programs."""
     return partial(lax.platform_dependent, cpu=cores, default=fallback)

@@ -123,7 +123,7 @@ def read(path: Path) -> CheckpointManifest:
     return manifest
 
 
-def _as_written(raw: bytes, document: Any) -> bool:
+def _as_written(raw: bytes, document: object) -> bool:
     """Return True if a manifest is spelled as `CheckpointManifest.text` does and has the right checksum."""
     # Hash the content as it is in the file: rendering a huge forged one again would take minutes.
     start = raw.find(_CONTENT) + len(_CONTENT)

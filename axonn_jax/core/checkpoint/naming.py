@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from axonn_jax.core.memory.precision import Scale
+
 State = dict[str, Any]
 """Arrays or abstract arrays by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
@@ -18,7 +20,7 @@ statistics. `SCALE` has the loss scale (fp16) and the count of skipped steps: re
 """
 
 
-def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
+def flatten(params: Mapping[str, object], optimizer: object, scale: Scale | None = None) -> State:
     """Return every array under its checkpoint name, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`."""
     # Optimizer names are paths in the optax state, which has the same structure on every grid.
     state = {PARAMS + name: value for name, value in params.items()}
@@ -29,13 +31,15 @@ def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> Sta
     return state
 
 
-def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], Any]:
+def unflatten(
+    state: Mapping[str, object], params: Mapping[str, object], optimizer: object
+) -> tuple[dict[str, Any], Any]:
     """Return parameters and optimizer state in the structure of `params` and `optimizer`, with values from `state`."""
     values = {name: state[PARAMS + name] for name in params}
     return values, jax.tree_util.tree_map_with_path(lambda path, _: state[_name(path)], optimizer)
 
 
-def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
+def unflatten_scale(state: Mapping[str, Any], scale: Scale) -> Scale:
     """Return a loss scale with the values from `state`."""
     fields = [field for field, value in scale._asdict().items() if value is not None]
     return scale._replace(**{field: state[SCALE + field] for field in fields})
@@ -46,5 +50,5 @@ def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in state.items()}
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: tuple[object, ...]) -> str:
     return OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator=".")

@@ -75,7 +75,7 @@ class OrbaxWriter:
                 active_processes=everyone if len(everyone) > 1 else None
             ),
         )
-        self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._growth: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda text: None) -> None:
         """Copy the arrays to the host and begin to write them below `folder`; raise any failure to copy.
@@ -161,8 +161,8 @@ class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     """Orbax's writer of arrays in one transaction, so that all arrays fail together."""
 
     async def serialize(
-        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[Any]:
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[object] | None = None
+    ) -> Sequence[object]:
         """Copy the arrays to the host and return futures of their writes; see Orbax."""
         for info in infos:
             info.byte_limiter = None  # Orbax uses a transaction only without a byte limit

@@ -210,7 +210,7 @@ class Saver:
             return reason(error)
         return ""
 
-    def _finish(self, job: _Job, run: dict[str, Any]) -> None:
+    def _finish(self, job: _Job, run: dict[str, object]) -> None:
         """Finish this process's part; the first process also commits the checkpoint. Runs on the save's thread."""
         try:
             if not job.error:
@@ -229,7 +229,7 @@ class Saver:
         except Exception as error:
             job.error = reason(error)
 
-    def _commit(self, job: _Job, run: dict[str, Any]) -> None:
+    def _commit(self, job: _Job, run: dict[str, object]) -> None:
         arrays: dict[str, StoredArray] = {}
         files: dict[str, File] = {}
         for name in self._markers:

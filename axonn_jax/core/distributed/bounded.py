@@ -1,7 +1,7 @@
 """Bound on programs in flight, which are dispatched but not finished."""
 
 from collections import deque
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -20,7 +20,7 @@ class InFlight:
     """
 
     def __init__(self, most: int = STEPS):
-        self._most, self._results = integer("in_flight", most, 1), deque[Any]()
+        self._most, self._results = integer("in_flight", most, 1), deque[object]()
 
     def __call__(self, results: Results) -> Results:
         """Register the results of the program just dispatched, wait for excess earlier programs, and return them."""

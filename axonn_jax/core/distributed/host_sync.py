@@ -190,7 +190,7 @@ class JaxSync(HostSync):
         self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._local = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
         self._largest = jax.jit(lambda flags: flags.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._pending: Any = None
+        self._pending = None
 
     def _all_gather(self, local: np.ndarray) -> np.ndarray:
         from jax.experimental import multihost_utils

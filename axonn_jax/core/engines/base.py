@@ -58,7 +58,7 @@ def adapters_of(engine: Engine) -> LoraConfig | None:
     return settings_of(engine.parts.merge(engine.parts.params)) if engine.parts.adapters else None
 
 
-def copied_model(engine: Engine, params: Params) -> Any:
+def copied_model(engine: Engine, params: Params) -> object:
     """Return the user's model with copies of the parameters, on the devices of their stages.
 
     Raises ``UserError`` if this process does not hold all parameters.
@@ -111,7 +111,7 @@ def load_base(engine: Engine, read: Callable[[State], State]) -> None:
         put_weights(engine, read, lambda name: name.startswith(PARAMS))
         return
 
-    def read_params(abstract: Mapping[str, Any]) -> State:
+    def read_params(abstract: Mapping[str, object]) -> State:
         arrays = read({PARAMS + name: target for name, target in abstract.items()})
         return {name.removeprefix(PARAMS): value for name, value in arrays.items()}
 
@@ -130,7 +130,7 @@ def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str
         load_base(engine, lambda abstract: load_averaged(checkpoint, abstract))
 
 
-def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
+def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, object]:
     """Return what a checkpoint stores about adapters: settings, path and checksum of the base; empty without adapters.
 
     Every process must call it. Collectives: an all-reduce of one number per frozen parameter.
@@ -165,7 +165,7 @@ def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field
         raise UserError(field, path, f"adapters of this base, by its checksum; theirs was {theirs}")
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 

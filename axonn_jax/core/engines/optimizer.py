@@ -14,7 +14,7 @@ import optax
 
 from axonn_jax.core.documents import parse_toml
 from axonn_jax.core.errors import UserError
-from axonn_jax.core.memory.optimizer_traits import check_offload, check_optimizer_type, check_update
+from axonn_jax.core.memory.optimizer_traits import Arrays, check_offload, check_optimizer_type, check_update
 from axonn_jax.core.models.protocol import Model
 from axonn_jax.core.options import Optimizer, is_muons
 from axonn_jax.core.pruned.config import PruneConfig
@@ -24,7 +24,7 @@ from axonn_jax.core.tensor.params import SplitModule
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio", "decay_share")
 
 
-def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
+def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Return the learning-rate schedule of a config, as an optax schedule.
 
     The rate rises linearly in the warm-up and then follows `train.schedule` until the last step. `wsd` is the
@@ -41,9 +41,9 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     span = max(config.steps - warmup, 1)
     end = config.lr * config.min_lr_ratio
 
-    def rate(step: Any) -> Any:
+    def rate(step: int | jax.Array) -> jax.Array:
         # For a Python number the rate is computed on the host: logging it must not wait for the devices.
-        numbers: Any = jnp if isinstance(step, jax.Array) else np
+        numbers = jnp if isinstance(step, jax.Array) else np
         at = numbers.asarray(step, numbers.float32)
         remaining = 1 - numbers.clip((at - warmup) / span, 0, 1)
         if config.schedule == "cosine":
@@ -91,29 +91,29 @@ def changed_rate(config: TrainConfig, previous: Any, updates: int) -> str:
     )
 
 
-def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
+def decayed(params: Mapping[str, object]) -> dict[str, bool]:
     """Return the mask of weight decay by parameter name: False for biases and norms, True for all others."""
     return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
 
 
-def _decay(c: TrainConfig) -> dict[str, Any]:
+def _decay(c: TrainConfig) -> dict[str, object]:
     return {"weight_decay": c.weight_decay, "mask": None if c.decay_norms else decayed}
 
 
-def _adafactor(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
+def _adafactor(rate: optax.ScalarOrSchedule, c: TrainConfig) -> optax.GradientTransformation:
     """Return Adafactor (arXiv 1804.04235) with decoupled weight decay, without relative steps or parameter scaling."""
     factored = optax.scale_by_factored_rms()
     parts = (factored, optax.clip_by_block_rms(1.0), optax.add_decayed_weights(**_decay(c)))
     return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 
-def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
+def _muon(rate: optax.ScalarOrSchedule, c: TrainConfig) -> optax.GradientTransformation:
     """Return Muon for the kernels of hidden layers, with updates at AdamW's scale (arXiv 2502.16982).
 
     AdamW updates embedding tables, the head, vectors and experts' kernels.
     """
 
-    def labels(params: Mapping[str, Any]) -> dict[str, str]:
+    def labels(params: Mapping[str, object]) -> dict[str, str]:
         # optax also calls this with masked leaves, which have no rank.
         ranks = {name: getattr(p, "ndim", 0) for name, p in params.items()}
         return {name: "muon" if is_muons(name, rank) else "adam" for name, rank in ranks.items()}
@@ -129,7 +129,7 @@ def _muon(rate: Any, c: TrainConfig) -> optax.GradientTransformation:
     return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](rate, c)}, labels)
 
 
-OPTIMIZERS: Mapping[Optimizer, Callable[[Any, TrainConfig], optax.GradientTransformation]] = {
+OPTIMIZERS: Mapping[Optimizer, Callable[[optax.ScalarOrSchedule, TrainConfig], optax.GradientTransformation]] = {
     "adamw": lambda rate, c: optax.adamw(rate, c.beta1, c.beta2, c.eps, **_decay(c)),
     "adam": lambda rate, c: optax.adam(rate, c.beta1, c.beta2, c.eps),
     "sgd": lambda rate, c: optax.sgd(rate, momentum=c.beta1 or None),
@@ -146,7 +146,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return OPTIMIZERS[config.optimizer](learning_rate(config), config)
 
 
-def layers_once(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def layers_once(params: Arrays) -> Arrays:
     """Return one representative of all parameters that have the same shape and the same name except for numbers.
 
     Layers repeat the same parameters, so one layer stands for all of them in a check.
@@ -182,7 +182,7 @@ def check_optimizer(
     check_elementwise(optimizer, params, prune)
 
 
-def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[str, Any], prune: PruneConfig) -> None:
+def check_elementwise(optimizer: optax.GradientTransformation, params: Arrays, prune: PruneConfig) -> None:
     """Check that an optimizer is elementwise, which pruning needs, since only the unpruned entries are stored.
 
     Args:
@@ -201,9 +201,9 @@ def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[s
 class Averaged(NamedTuple):
     """State of an optimizer that also averages the weights."""
 
-    average: Any
+    average: optax.Params
     """Moving average of the weights, in the tree of the parameters."""
-    state: Any
+    state: optax.OptState
     """State of the wrapped optimizer."""
 
 
@@ -222,12 +222,16 @@ def averaging(optimizer: optax.GradientTransformation, decay: float) -> optax.Gr
     check_optimizer_type(optimizer)
     tx = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Averaged:
+    def init(params: optax.Params) -> Averaged:
         return Averaged(params, tx.init(params))
 
     def update(
-        grads: Any, state: Any, params: Any = None, biases: Any = MappingProxyType({}), **extra: Any
-    ) -> tuple[Any, Averaged]:
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        biases: Mapping[str, jax.Array] = MappingProxyType({}),
+        **extra: object,
+    ) -> tuple[optax.Updates, Averaged]:
         updates, inner = tx.update(grads, state.state, params, **extra)
         # Router biases bypass the optimizer: `experts.load` computes their updates, and the average includes them.
         updates = {**updates, **biases} if biases else updates

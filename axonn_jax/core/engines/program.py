@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from axonn_jax.core.tensor.weight_gather import (
     trained,
     training,
 )
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def sub_batches_of(requested: int, grid: GridShape, rows: int) -> int:
@@ -154,7 +157,7 @@ class StageProgram(OnMesh[jax.Array]):
 
         return self._manual(local, (self.parts.specs, BATCH_SPEC), (P(), P()))(params, batch)  # type: ignore[no-any-return]
 
-    def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _manual(self, f: Callable[[*Ts], T], in_specs: object, out_specs: object) -> Callable[[*Ts], T]:
         return shard_mapped(f, self.grid.mesh, in_specs, out_specs)
 
     def _model(self, params: Mapping[str, Any]) -> Model:
@@ -259,7 +262,7 @@ class StageProgram(OnMesh[jax.Array]):
             loss, grads = backward(trainable, jnp.int32(count - 1), batch)
             return loss, finished(plus(sums, grads))
 
-        def zero(name: str, p: Any) -> Any:
+        def zero(name: str, p: object) -> Any:
             dtype = self.precisions.sums_of(name)
             return jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, dtype), compat.varying_axes(p)), p)
 

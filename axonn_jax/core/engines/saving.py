@@ -30,10 +30,10 @@ def save_as(
     engine: Engine,
     directory: Path,
     step: int,
-    facts: Mapping[str, Any] = MappingProxyType({}),
+    facts: Mapping[str, object] = MappingProxyType({}),
     *,
     keep: int | None = None,
-    iterator: Any = None,
+    iterator: object = None,
 ) -> Path:
     """Save the full state of an engine and wait until the checkpoint is complete; collective over all processes.
 
@@ -74,8 +74,8 @@ def save_as(
     return directory / name_of(step)
 
 
-def _json_of(state: Any) -> str:
-    def converted(value: Any) -> Any:
+def _json_of(state: object) -> str:
+    def converted(value: object) -> object:
         if (scalar := plain(value)) is value:
             raise TypeError(f"a {type(value).__name__} in it")
         return scalar
@@ -87,7 +87,7 @@ def _json_of(state: Any) -> str:
         raise UserError("iterator", type(state).__name__, accepted) from None
 
 
-def iterator_of(run: Mapping[str, Any], grid: Grid) -> Any:
+def iterator_of(run: Mapping[str, Any], grid: Grid) -> object:
     """Return the state of this process's data iterator from a manifest's facts.
 
     Args:
@@ -111,7 +111,7 @@ def iterator_of(run: Mapping[str, Any], grid: Grid) -> Any:
 
 
 def begin_save(
-    saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any], loss: float = math.inf
+    saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, object], loss: float = math.inf
 ) -> None:
     """Start saving the full state of an engine, unless it has infinite or NaN values; collective over all processes.
 

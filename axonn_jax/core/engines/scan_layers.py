@@ -1,7 +1,5 @@
 """Choice of scanned layers: whether a model's layers run as a loop."""
 
-from typing import Any
-
 import jax
 import optax
 from flax import nnx
@@ -42,7 +40,7 @@ def choose_stack(
     """
     plain = unstacked(split)
     checked = check_model(model)
-    layers: Any = getattr(model, checked.layer_list) if checked.layer_period else ()
+    layers = getattr(model, checked.layer_list) if checked.layer_period else ()
     # The CPU backend undoes recomputation outside loops. An ordered computation hides a layer's communication behind
     # other layers, which a loop would prevent.
     recomputed = activations != "none" and merges_recomputation(jax.default_backend())

@@ -132,7 +132,7 @@ class TrainStep(Generic[Placed]):
         return sorted(self._requested_options.keys() - (self.compiler_options() or {}).keys())
 
     @property
-    def _requested_options(self) -> dict[str, Any]:
+    def _requested_options(self) -> dict[str, object]:
         platform = self.program.grid.mesh.devices.flat[0].platform
         return step_options(platform, self.program.ordered)
 

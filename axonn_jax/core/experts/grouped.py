@@ -91,12 +91,12 @@ class _Tile(NamedTuple):
 
 
 def _over_tiles(
-    groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., Any], carry: Any
+    groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., object], carry: object
 ) -> Any:
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
-    def run(i: jax.Array, carry: Any) -> Any:
+    def run(i: jax.Array, carry: object) -> Any:
         at = start + i * tile
         numbers = lax.dynamic_slice(groups.order, (at,), (tile,))
         valid = at + jnp.arange(tile) < end
@@ -142,14 +142,14 @@ def _rows(x: jax.Array, of: _Tile) -> jax.Array:
     return x.at[of.tokens].get(mode="fill", fill_value=0)
 
 
-def _backward(activation: Mlp, tile: int, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
+def _backward(activation: Mlp, tile: int, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[object, ...]:
     x, weights, kernels, groups = residuals
     flat = weights.reshape(-1)
 
-    def of_expert(expert: jax.Array, sums: Any) -> Any:
+    def of_expert(expert: jax.Array, sums: Any) -> object:
         expert_kernels = _of_expert(kernels, expert)
 
-        def of_tile(of: _Tile, sums: Any) -> Any:
+        def of_tile(of: _Tile, sums: Any) -> object:
             dx, dweights, dkernels = sums
             rows, dout = _rows(x, of), _rows(dy, of)
             h, pull = jax.vjp(partial(activated, activation), *_inner(rows, expert_kernels))

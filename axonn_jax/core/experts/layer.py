@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from axonn_jax.core.experts.capacity import by_capacity
 from axonn_jax.core.experts.dispatch import EXPERT_AXIS, drops_duplicates, gather_tokens, scatter_tokens
@@ -30,7 +30,7 @@ class ExpertKernel(nnx.Module):
     def __init__(self, shape: tuple[int, int, int], spec: P, *, std: float, key: jax.Array):
         self.kernel = normal_param(key, shape, std, spec)
 
-    def gathered(self, dtype: Any) -> jax.Array:
+    def gathered(self, dtype: DTypeLike) -> jax.Array:
         """Return the local experts' weights gathered over `z`; collectives: `gather_weight`."""
         return gather_weight(self.kernel.get_value(), jnp.dtype(dtype), dim=1)
 
@@ -102,7 +102,7 @@ class MixtureOfExperts(nnx.Module):
         routing = self.router(tokens, text)
         y = self._dispatched(tokens, routing).reshape(x.shape)
         if self.shared is not None:
-            shared: Any = self.shared
+            shared = self.shared
             y = y + shared(x)
         return y, balance_loss(routing, self.moe, batch, packing, sequence_split=self.sequence_split)
 

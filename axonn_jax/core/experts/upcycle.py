@@ -44,7 +44,7 @@ def is_of_router(name: str) -> bool:
     return _ROUTER in name
 
 
-def upcycled(read: Callable[[Any], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Arrays]:
+def upcycled(read: Callable[[object], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, object]], Arrays]:
     """Wrap `read` so that expert kernels are filled with copies of the dense kernels in `sources`; no collectives."""
 
     def run(abstract: Mapping[str, Any]) -> Arrays:

@@ -5,16 +5,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core.pruned.layout import PrunedLayout
+
+T = TypeVar("T")
 
 HOST = "pinned_host"
 """JAX's kind of host memory that devices read and write directly."""
@@ -39,7 +41,7 @@ class LazyArray(ABC):
     sharding: NamedSharding
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """Dtype of the parts."""
         return np.dtype(self.parts[0].dtype)
 
@@ -78,11 +80,11 @@ class PrunedArray(LazyArray):
 
     layout: PrunedLayout
     name: str
-    index: Any
+    index: "jax.Array | LazyArray"
     """Positions of the remaining entries, an array or a `LazyArray`; `delete` leaves them alone."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """Dtype of the values; uint8 for a mask."""
         return super().dtype if self.parts else np.dtype(np.uint8)
 
@@ -93,7 +95,9 @@ class PrunedArray(LazyArray):
         return self.layout.expanded(self.name, values, index)
 
 
-def unpruned(layout: PrunedLayout, name: str, index: Any, *values: Any) -> PrunedArray:
+def unpruned(
+    layout: PrunedLayout, name: str, index: "jax.Array | LazyArray", *values: "jax.Array | LazyArray"
+) -> PrunedArray:
     """Return the dense view of a pruned parameter's values, or its mask if there are none."""
     sharding = NamedSharding(layout.mesh, layout.specs[name])
     return PrunedArray(values, layout.shapes[name], sharding, layout, name, index)
@@ -151,7 +155,7 @@ def materialize(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.materialize() if isinstance(leaf, LazyArray) else leaf, tree)
 
 
-def on_device(leaf: Any) -> jax.Array:
+def on_device(leaf: jax.Array | LazyArray) -> jax.Array:
     """Return a leaf of the state as an array in device memory, assembled or copied if necessary."""
     array: jax.Array = materialize(leaf)
     return transferred(array, "device") if array.sharding.memory_kind == HOST else array  # type: ignore[no-any-return]
@@ -204,7 +208,7 @@ def transferred(tree: Any, kind: str = HOST) -> Any:
     return jax.tree.unflatten(structure, assembled)
 
 
-def stream(states: list[Any], update: Callable[[int, Any], Any], staying: Collection[int] = ()) -> None:
+def stream(states: list[T], update: Callable[[int, Any], T], staying: Collection[int] = ()) -> None:
     """Replace each state, a tree in host memory, by the result of `update(index, copy on the devices)`.
 
     States whose indices are in `staying` are already on the devices, and `update` gets them directly. Scalars stay on
@@ -228,22 +232,22 @@ def stream(states: list[Any], update: Callable[[int, Any], Any], staying: Collec
         states[number] = transferred(update(number, current), HOST)
 
 
-def settle(states: list[Any], staying: Collection[int]) -> None:
+def settle(states: list[T], staying: Collection[int]) -> None:
     """Move the states whose indices are in `staying` to the devices, one after another."""
     for number in sorted(staying):
         if not stays(states[number]):
             states[number] = jax.block_until_ready(transferred(states[number], "device"))
 
 
-def stays(state: Any) -> bool:
+def stays(state: object) -> bool:
     """Return True if all arrays of a state are on the devices; False for a state of scalars only."""
     kinds = {array.sharding.memory_kind for array in jax.tree.leaves(state) if array.ndim}
     return bool(kinds) and HOST not in kinds
 
 
-def _in_memory(sharding: Any, kind: str) -> Any:
+def _in_memory(sharding: Sharding, kind: str) -> Sharding:
     return sharding.with_memory_kind(kind) if _has(next(iter(sharding.addressable_devices)), kind) else sharding
 
 
-def _has(device: Any, kind: str) -> bool:
+def _has(device: jax.Device, kind: str) -> bool:
     return kind in {memory.kind for memory in device.addressable_memories()}

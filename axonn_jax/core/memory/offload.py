@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
@@ -105,7 +106,7 @@ class OffloadedOptimizer:
         # Refuse before the first allocation; past XLA's limit on pinned memory the run would fail halfway.
         check_pinned(self.bytes().host, self.mesh.local_devices)
         params, weights = dict(params), {}
-        states: list[Any] = []
+        states: list[optax.OptState] = []
         for number, bucket in enumerate(self.buckets):
             self._progress(f"the first optimizer state, bucket {number + 1} of {len(self.buckets)}")
             first = self.programs.first(bucket, [params[name] for name in bucket.names])
@@ -113,14 +114,13 @@ class OffloadedOptimizer:
             for name in bucket.names:
                 if self._numbers[name][-1] == number:
                     value = params.pop(name)
-                    dtype = self._precisions.weights_of(name)
-                    weights[name] = value.astype(dtype)
-                    if dtype != value.dtype and owned:
+                    weights[name] = value.astype(self._precisions.weights_of(name))
+                    if weights[name].dtype != value.dtype and owned:
                         value.delete()
         return self._state({name: weights[name] for name in self._shapes}, states, self._empty(extra))
 
     def apply_update(
-        self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
+        self, model: ModelState, grads: Params, factor: jax.Array, value: jax.Array, finite: jax.Array | np.bool
     ) -> tuple[ModelState, jax.Array]:
         """Return the updated state, as `DeviceOptimizer.apply_update` does, and an array that is ready once it ran.
 
@@ -131,7 +131,7 @@ class OffloadedOptimizer:
         weights, grads = self._values(model), dict(grads)
         done: Any = None
 
-        def update(number: int, state: Any) -> Any:
+        def update(number: int, state: optax.OptState) -> optax.OptState:
             nonlocal done
             bucket, old = self._begin(number, weights)
             popped = self._take(grads, number)
@@ -151,7 +151,7 @@ class OffloadedOptimizer:
         weights, sums = self._values(model), dict(sums)
         row, factor = self.programs.reduce(self.buckets[0], self._take(sums, 0)), np.float32(1.0)
 
-        def update(number: int, state: Any) -> Any:
+        def update(number: int, state: optax.OptState) -> optax.OptState:
             nonlocal row
             bucket, old = self._begin(number, weights)
             last = number + 1 == len(self.buckets)
@@ -170,7 +170,7 @@ class OffloadedOptimizer:
     def restored(
         self,
         masters: Params,
-        optimizer: Any,
+        optimizer: optax.OptState,
         extra: Params = {},  # noqa: B006
         *,
         owned: bool = False,
@@ -187,8 +187,8 @@ class OffloadedOptimizer:
         leaves = tree_leaves_with_path((masters if self._precisions.master_weights else {}, optimizer))
         pieces = {path: self._parts(path, leaf, owned) for path, leaf in leaves}  # a `CutArray` is a leaf
 
-        def bucket_state(bucket: Bucket) -> Any:
-            def piece_of(path: Any, _: Any) -> Any:
+        def bucket_state(bucket: Bucket) -> optax.OptState:
+            def piece_of(path: tuple[object, ...], _: object) -> jax.Array:
                 leaf_pieces = pieces[path]
                 leaf = leaf_pieces[bucket.part if len(leaf_pieces) > 1 else 0]
                 return leaf if leaf.ndim else transferred(leaf, "device")  # each bucket uses its numbers up
@@ -199,7 +199,7 @@ class OffloadedOptimizer:
         settle(states, self._staying)
         return self._state(weights, states, self._empty(extra))
 
-    def opt_state(self, model: ModelState) -> Any:
+    def opt_state(self, model: ModelState) -> optax.OptState:
         """Return the optax state in host memory; cut arrays are `CutArray`s."""
         return self._by_parameter(model)[1]
 
@@ -207,7 +207,7 @@ class OffloadedOptimizer:
         """Return float32 weights by name: masters in host memory, cut ones as `CutArray`s, or the model's weights."""
         return self._by_parameter(model)[0] if self._precisions.master_weights else self._values(model)
 
-    def _stream(self, states: list[Any], update: Callable[[int, Any], Any]) -> None:
+    def _stream(self, states: list[optax.OptState], update: Callable[[int, optax.OptState], optax.OptState]) -> None:
         """Update all states; after the first update, decide which stay on the devices."""
         self._staying = {number for number, state in enumerate(states) if stays(state)}
         stream(states, update, self._staying)
@@ -231,7 +231,7 @@ class OffloadedOptimizer:
         forms = self._on_devices.forms
         return {} if forms is None else _first(forms, self._precisions.weights, extra)
 
-    def _state(self, weights: Params, optimizer: Any, onto: Weights) -> ModelState:
+    def _state(self, weights: Params, optimizer: optax.OptState, onto: Weights) -> ModelState:
         """Return the state of the buckets' weights; `onto` receives the values of pruned parameters."""
         forms = self._on_devices.forms
         if forms is None:
@@ -239,10 +239,10 @@ class OffloadedOptimizer:
         formed = _with_values(forms, onto, {name: weights[name] for name in onto})
         return ModelState({**weights, **formed}, {}, optimizer)
 
-    def _by_parameter(self, model: ModelState) -> tuple[Params, Any]:
+    def _by_parameter(self, model: ModelState) -> tuple[Params, optax.OptState]:
         leaves = [dict(tree_leaves_with_path(state)) for state in model.optimizer]
 
-        def leaf_of(path: Any, target: Any) -> Any:
+        def leaf_of(path: tuple[object, ...], target: jax.ShapeDtypeStruct) -> jax.Array | CutArray:
             name = owner(path, self._shapes)
             numbers = [0] if name is None else self._numbers[name]
             if name is None or len(numbers) == 1 or target.shape != self._shapes[name]:
@@ -253,7 +253,7 @@ class OffloadedOptimizer:
         abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
         return tree_map_with_path(leaf_of, self.programs.abstract_state(abstract))  # type: ignore[no-any-return]
 
-    def _parts(self, path: Any, array: Any, owned: bool) -> list[Any]:
+    def _parts(self, path: tuple[object, ...], array: jax.Array, owned: bool) -> list[Any]:
         name = owner(path, self._shapes)
         if isinstance(array, CutArray):
             return list(array.parts)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.core.grid import BATCH_AXES
 from axonn_jax.core.memory.buckets import reduced_axes
 from axonn_jax.core.memory.optimizer_state import state_layout
-from axonn_jax.core.memory.optimizer_traits import updated
+from axonn_jax.core.memory.optimizer_traits import Arrays, updated
 from axonn_jax.core.memory.precision import Precisions
 from axonn_jax.core.tensor.collectives import all_reduce
 from axonn_jax.core.tensor.params import Params, Specs
@@ -68,7 +68,7 @@ class Bucket:
         # `start` is an operand and not part of the key, so that all parts of a cut parameter share a program.
         return self.form, len(self.names), self.dim, self.rows
 
-    def abstract(self, mesh: Mesh) -> dict[str, Any]:
+    def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
         """Return abstract global arrays of the bucket's part of each parameter's state."""
         dims = [*self.form.state_spec, *[None] * (len(self.shape) - len(self.form.state_spec))]
         shape = tuple(
@@ -186,7 +186,7 @@ class BucketPrograms:
         self.compiled: dict[Hashable, Any] = {}
         self._row = P(mesh.axis_names)
 
-    def abstract_state(self, params: Mapping[str, Any]) -> tuple[Any, Any]:
+    def abstract_state(self, params: Arrays) -> tuple[Arrays, optax.OptState]:
         """Return the abstract state of parameters: masters and optax state."""
         optimizer = jax.eval_shape(self.optimizer.init, dict(params))  # type: ignore[arg-type]
         return params if self.master_weights else {}, optimizer
@@ -201,7 +201,7 @@ class BucketPrograms:
             if leaf.ndim
         )
 
-    def first(self, bucket: Bucket, params: list[jax.Array]) -> Any:
+    def first(self, bucket: Bucket, params: list[jax.Array]) -> optax.OptState:
         """Return the initial state of float32 parameters, on the devices."""
 
         def first(params: list[jax.Array], start: jax.Array) -> list[jax.Array]:
@@ -218,13 +218,13 @@ class BucketPrograms:
         self,
         bucket: Bucket,
         weights: list[jax.Array],
-        state: Any,
+        state: optax.OptState,
         grads: list[jax.Array] | Row,
-        factor: Any,
-        value: Any,
-        finite: Any,
+        factor: jax.Array | np.float32,
+        value: jax.Array,
+        finite: jax.Array | np.bool,
         following: tuple[Bucket, list[jax.Array]] | None = None,
-    ) -> tuple[list[jax.Array], Any, jax.Array, Any]:
+    ) -> tuple[list[jax.Array], optax.OptState, jax.Array, Any]:
         """Update a bucket; weights and state are donated.
 
         Returns new weights, new state, an array that is ready at the end, and the `following` bucket's row, reduced in
@@ -238,7 +238,7 @@ class BucketPrograms:
             factor, value, finite, ahead = operands
             masters, optimizer = jax.tree.unflatten(tree, leaves)
             masters = masters or self._masters_of(bucket, weights, start)
-            row: Any = () if reduced else grads
+            row = () if reduced else grads
             if reduced:
                 parts = self._manual(bucket.take, (states, P()), states)(grads, start)
             else:
@@ -281,17 +281,17 @@ class BucketPrograms:
         specs = [unreduced_spec(bucket.form.spec, self.mesh)] * len(bucket.names)
         return self._manual(lambda sums, start: bucket.reduce(sums, start, self.mesh), (specs, P()), (self._row,) * 2)
 
-    def _manual(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+    def _manual(self, local: Callable[..., object], ins: object, outs: object) -> Callable[..., Any]:
         return shard_mapped(local, self.mesh, ins, outs, differentiated=False)
 
-    def _state_shardings(self, bucket: Bucket) -> Any:
+    def _state_shardings(self, bucket: Bucket) -> optax.OptState:
         shapes = bucket.abstract(self.mesh)
         layouts = dict.fromkeys(shapes, NamedSharding(self.mesh, bucket.form.state_spec))
         masters, optimizer = self.abstract_state(shapes)
         return (layouts if masters else {}), state_layout(optimizer, shapes, layouts, NamedSharding(self.mesh, P()))
 
     def _run(
-        self, key: Hashable, function: Any, shardings: Callable[[], Any], donated: tuple[int, ...], *arguments: Any
+        self, key: Hashable, function: Any, shardings: Callable[[], Any], donated: tuple[int, ...], *arguments: object
     ) -> Any:
         if key not in self.compiled:
             # `keep_unused`: a weight that is overwritten without being read must still be donated.

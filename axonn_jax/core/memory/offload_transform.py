@@ -1,5 +1,6 @@
 """Optax wrapper that keeps an optimizer's state in host memory, for users' training loops."""
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -43,11 +44,13 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
     check_offload(optimizer, "axonn_jax.offload", {})
 
     @partial(jax.jit, donate_argnums=1)
-    def updated(grads: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+    def updated(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params, extra: Mapping[str, object]
+    ) -> tuple[optax.Updates, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
             return optax.with_extra_args_support(optimizer).update(grads, state, params, **extra)
 
-    def init(params: Any) -> dict[tuple[str, ...], Any]:
+    def init(params: optax.Params) -> dict[tuple[str, ...], optax.OptState]:
         flat = _flat(params)
         for name, leaf in flat.items():
             if not isinstance(leaf, jax.Array):
@@ -56,7 +59,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         leaves = [Leaf(name, leaf.size, ()) for name, leaf in flat.items()]
         groups = {}
         for names in plan_buckets(leaves, bucket):
-            group: Any = {name: flat[name] for name in names}
+            group = {name: flat[name] for name in names}
             layouts = {name: leaf.sharding for name, leaf in group.items()}
             first = layouts[names[0]]
             scalar = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
@@ -66,7 +69,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
 
     def update(
         grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
-    ) -> tuple[Any, dict[tuple[str, ...], Any]]:
+    ) -> tuple[optax.Updates, dict[tuple[str, ...], optax.OptState]]:
         flat, weights = _flat(grads), None if params is None else _flat(params)
         for argument, names in (
             ("state", {*chain(*state)} if isinstance(state, dict) else set()),
@@ -79,7 +82,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         groups, states = list(state), list(state.values())
         updates: dict[str, jax.Array] = {}
 
-        def update_group(number: int, state: Any) -> Any:
+        def update_group(number: int, state: optax.OptState) -> optax.OptState:
             names = groups[number]
             group_params = None if weights is None else {name: weights[name] for name in names}
             group_updates, state = updated({name: flat[name] for name in names}, state, group_params, extra)
@@ -99,7 +102,7 @@ def _flat(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def _check_outside(values: dict[str, Any]) -> None:
+def _check_outside(values: dict[str, object]) -> None:
     """Raise ``UserError`` inside a JAX transformation."""
     # A fresh array shows a surrounding `jax.jit` even where no argument is traced.
     if any(isinstance(value, jax.core.Tracer) for value in (*values.values(), jnp.zeros(()))):

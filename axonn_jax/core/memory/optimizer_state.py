@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.core.backend.traits import branches_freely
-from axonn_jax.core.memory.optimizer_traits import owner, updated
+from axonn_jax.core.memory.optimizer_traits import Arrays, owner, updated
 from axonn_jax.core.memory.precision import FULL, Precisions
 from axonn_jax.core.memory.report import Shapes, StateBytes, local_elements, state_bytes
 from axonn_jax.core.memory.zero import gather_weights
 from axonn_jax.core.pruned.layout import PrunedLayout
 from axonn_jax.core.tensor.params import Params, Specs
 from axonn_jax.core.tensor.weight_gather import Weights
+
+T = TypeVar("T")
 
 
 class ModelState(NamedTuple):
@@ -30,7 +32,7 @@ class ModelState(NamedTuple):
     masters: Params
     """Float32 weights in the optimizer's layout; empty if `weights` are the masters, or with offload. A pruned
     parameter has only its remaining values here and in its optimizer state."""
-    optimizer: Any
+    optimizer: optax.OptState
     """Optax state, laid out like the masters; with offload, a list of (masters, optax state) by bucket."""
 
 
@@ -86,7 +88,7 @@ class DeviceOptimizer:
         float_weights: Any = {name: weight for name, weight in state.weights.items() if name not in state.masters}
         old = (self._as_masters(float_weights) | state.masters, state.optimizer)
 
-        def update(old: Any, grads: Params) -> Any:
+        def update(old: tuple[Params, optax.OptState], grads: Params) -> tuple[Params, optax.OptState]:
             masters, optimizer = old
             # Gradients come out of a manual region over the live axes, and their type keeps that smaller mesh. An
             # optimizer that draws noise lays it out by this type, which JAX rejects under another mesh.
@@ -113,12 +115,19 @@ class DeviceOptimizer:
         # With separate masters the old weights are never read; `keep_unused` lets the new ones reuse their memory.
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
 
-    def restored(self, masters: Params, optimizer: Any, extra: Params = {}, *, owned: bool = False) -> ModelState:  # noqa: B006
+    def restored(
+        self,
+        masters: Params,
+        optimizer: optax.OptState,
+        extra: Params = {},  # noqa: B006
+        *,
+        owned: bool = False,
+    ) -> ModelState:
         """Return the state with these float32 weights, laid out like `masters`, and this optimizer state."""
         if not self._separate:
             return ModelState({**masters}, {}, optimizer)
 
-        def make(masters: Params, optimizer: Any, extra: Params) -> ModelState:
+        def make(masters: Params, optimizer: optax.OptState, extra: Params) -> ModelState:
             return self._from_masters(masters, optimizer, self._empty(extra))
 
         return jax.jit(make, out_shardings=self.shardings(masters))(masters, optimizer, extra)  # type: ignore[no-any-return]
@@ -156,12 +165,12 @@ class DeviceOptimizer:
         shapes = jax.eval_shape(self._first, abstract, extra)
 
         # A pruned weight is a tree of several arrays, hence the inner map.
-        def with_sharding(sharding: NamedSharding, shapes: Any) -> Any:
+        def with_sharding(sharding: NamedSharding, shapes: object) -> object:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
 
         return jax.tree.map(with_sharding, self.shardings(abstract), shapes)  # type: ignore[no-any-return]
 
-    def shardings(self, params: Params) -> Any:
+    def shardings(self, params: Params) -> ModelState:
         """Return the shardings of the state for parameters, which may be abstract."""
         scalar = NamedSharding(self.mesh, P())
         masters = self._shardings(self.state_specs, params)
@@ -197,7 +206,7 @@ class DeviceOptimizer:
             return masters
         return {name: masters[name] for name in self._formed}
 
-    def _from_masters(self, masters: Params, optimizer: Any, onto: Weights) -> ModelState:
+    def _from_masters(self, masters: Params, optimizer: optax.OptState, onto: Weights) -> ModelState:
         """Return the state of masters; `onto` receives the values of pruned parameters."""
         if not self._separate:
             return ModelState({**masters}, {}, optimizer)
@@ -212,17 +221,17 @@ class DeviceOptimizer:
         return {name: NamedSharding(self.mesh, specs[name]) for name in names}
 
 
-def state_layout(state: Any, params: Mapping[str, Any], shardings: Mapping[str, Any], scalar: Any) -> Any:
+def state_layout(state: optax.OptState, params: Arrays, shardings: Mapping[str, T], scalar: T) -> optax.OptState:
     """Return the layout of an optax state: a leaf of its parameter's shape has the parameter's, others `scalar`."""
 
-    def layout(path: tuple[Any, ...], leaf: Any) -> Any:
+    def layout(path: tuple[object, ...], leaf: jax.Array) -> T:
         name = owner(path, params)
         return scalar if name is None or params[name].shape != leaf.shape else shardings[name]
 
     return tree_map_with_path(layout, state)
 
 
-def clip_factor(norm: Any, clip: float) -> Any:
+def clip_factor(norm: jax.Array | float, clip: float) -> jax.Array:
     """Return the factor that scales gradients of global norm `norm` to at most `clip`; 1 if `clip` is 0.
 
     The coefficient is the published one (AxoNN, Megatron-LM): clip / (norm + 1e-6), at most 1.
@@ -231,8 +240,8 @@ def clip_factor(norm: Any, clip: float) -> Any:
 
 
 def _update_if(
-    finite: jax.Array | None, update: Callable[[Any, Any], Any], state: Any, grads: Any, *, on_cores: bool
-) -> Any:
+    finite: jax.Array | None, update: Callable[[T, Params], T], state: T, grads: Params, *, on_cores: bool
+) -> T:
     """Return the state after an update, or `state` if not `finite` (None: always updated)."""
     if finite is None:
         return update(state, grads)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import DictKey, tree_map_with_path
+from jax.typing import ArrayLike
 from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
 from axonn_jax.core.backend.elementwise import Computation, by_element, computation
@@ -20,16 +21,22 @@ _MASK_ERRORS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 """Errors that a mask listing all parameters raises on a subset of them."""
 _MASKS = "one whose masks and labels are functions of the parameters that it is given"
 
-Arrays = Mapping[str, Any]
+Arrays = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
 
 
-def owner(path: tuple[Any, ...], names: Iterable[str]) -> str | None:
+def owner(path: tuple[object, ...], names: Iterable[str]) -> str | None:
     """Return the parameter among `names` that a leaf of an optax state belongs to, by its path; None: to all."""
     # Innermost key first: labels of a partition may be dict keys too, and stand outside the parameter's name.
     return next((key.key for key in reversed(path) if isinstance(key, DictKey) and key.key in names), None)
 
 
-def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+def updated(
+    optimizer: GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    value: jax.Array | None,
+) -> tuple[optax.Updates, optax.OptState]:
     """Return updates and new state; `value` is the loss, for transformations that ask for it."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
         return with_extra_args_support(optimizer).update(grads, state, params, value=value)
@@ -41,7 +48,7 @@ _DRIVEN = (
 )
 
 
-def check_optimizer_type(optimizer: Any) -> None:
+def check_optimizer_type(optimizer: object) -> None:
     """Raise ``UserError`` unless `optimizer` is an optax transformation."""
     if isinstance(optimizer, optax.MultiSteps):
         raise UserError("optimizer", "MultiSteps", "the transformation inside it, with microbatches= for its steps")
@@ -63,9 +70,9 @@ def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
 
 def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | None:
     """Return the exception of a first step on abstract parameters, or None."""
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in params.items()}
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in params.items()}
 
-    def step(params: Any, value: Any) -> Any:
+    def step(params: optax.Params, value: jax.Array) -> Any:
         return updated(optimizer, params, optimizer.init(params), params, value)
 
     try:
@@ -117,14 +124,14 @@ def check_offload(optimizer: GradientTransformation, where: str, params: Arrays)
     return all(_by_element(optimizer, name, shape) for name, shape in shapes)
 
 
-def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[Any]]:
+def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[ArrayLike]]:
     """Return the computation of an optimizer's step for these parameters, as text and constants.
 
     Raises ``UserError`` if the optimizer does not take them without the remaining ones.
     """
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
+    shapes = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
 
-    def step(params: Any, grads: Any, value: Any) -> Any:
+    def step(params: optax.Params, grads: optax.Updates, value: jax.Array) -> Any:
         return updated(optimizer, grads, optimizer.init(params), params, value)
 
     try:
@@ -134,7 +141,7 @@ def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[st
     return str(closed.jaxpr), closed.consts
 
 
-def same_update(first: tuple[str, list[Any]], second: tuple[str, list[Any]]) -> bool:
+def same_update(first: tuple[str, list[ArrayLike]], second: tuple[str, list[ArrayLike]]) -> bool:
     """Return True if two traces are of the same computation."""
     (text, constants), (text_2, constants_2) = first, second
     same = text == text_2 and len(constants) == len(constants_2)
@@ -143,7 +150,7 @@ def same_update(first: tuple[str, list[Any]], second: tuple[str, list[Any]]) -> 
 
 def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, int]:
     """Return a number for each parameter, equal for those that the optimizer treats alike regardless of their names."""
-    traces: list[tuple[str, list[Any]]] = []
+    traces: list[tuple[str, list[ArrayLike]]] = []
     numbers = {}
     for name, p in params.items():
         new_trace = traced_update(optimizer, {name: p})
@@ -160,7 +167,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
     """Return large parameters, two of each kind that an optimizer treats differently."""
-    small: Any = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
+    small = {name: jax.ShapeDtypeStruct((2,) * len(p.shape), jnp.float32) for name, p in params.items() if p.shape}
     try:
         kinds = treatments(optimizer, small)
     except UserError:  # masks that list all parameters
@@ -179,11 +186,11 @@ def _large(dims: int, rows: int = 256) -> tuple[int, ...]:
     return (rows, 130)[:dims] if dims < 3 else (*(2,) * (dims - 2), rows, 130)
 
 
-def _step(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[Any, ...]]:
+def _step(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[object, ...]]:
     """Return a step of an optimizer, including its initial state, and its abstract arguments."""
-    params: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
-    def step(params: Any, grads: Any, state: Any, value: Any) -> Any:
+    def step(params: optax.Params, grads: optax.Updates, state: optax.OptState, value: jax.Array) -> object:
         return updated(optimizer, grads, state, params, value), optimizer.init(params)
 
     try:
@@ -265,7 +272,7 @@ def _name(optimizer: GradientTransformation) -> str:
     return str(optimizer.update.__qualname__).split(".")[0]
 
 
-def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
+def with_hyperparams(state: optax.OptState, numbers: Mapping[str, float]) -> optax.OptState:
     """Return an optimizer's state with some numbers of `optax.inject_hyperparams` replaced.
 
     Raises ``UserError`` for a name that the optimizer does not inject or a value that is no number.
@@ -275,7 +282,7 @@ def with_hyperparams(state: Any, numbers: Mapping[str, float]) -> Any:
         if not isinstance(number, int | float):
             raise UserError(name, number, "a number")
 
-    def replaced(path: Any, leaf: Any) -> Any:
+    def replaced(path: Any, leaf: jax.Array) -> object:
         if len(path) < 2 or getattr(path[-2], "name", None) != "hyperparams":
             return leaf
         hyperparams.add(name := path[-1].key)

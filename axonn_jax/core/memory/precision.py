@@ -77,7 +77,7 @@ class Scale(NamedTuple):
     """Factor on the loss before the backward pass, float32; None without loss scaling."""
     clean: Any
     """Steps without overflow since the factor last changed, int32; None without loss scaling."""
-    skipped: Any
+    skipped: jax.Array | np.int32
     """Steps skipped since the start of the run, int32."""
 
 
@@ -87,7 +87,7 @@ def first_scale(*, scaled: bool = True) -> Scale:
     return Scale(np.float32(FIRST), none, none) if scaled else Scale(None, None, none)
 
 
-def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
+def next_scale(scale: Scale, finite: jax.Array | np.bool, numbers: ModuleType = jnp) -> Scale:
     """Count a step that was not finite and halve the factor, or double it after 200 clean steps, within limits.
 
     `numbers` is the array module: numpy if all scalars are on the host.

@@ -39,7 +39,7 @@ def layer_runner(model: Model, activations: Activations, *, regather: bool = Tru
         regather: Gather weights again for recomputation, instead of keeping the gathered weights.
     """
 
-    def run(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+    def run(layer: nnx.Module, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         if len(xs) == 1:
             return (model.run_layer(layer, xs[0], key),)
         # Gather once for all sub-batches; inside `run_layer` each would gather the weights again.
@@ -47,17 +47,17 @@ def layer_runner(model: Model, activations: Activations, *, regather: bool = Tru
         keys = [None] * len(xs) if key is None else key.split(len(xs))
         return tuple(model.run_layer(layer, x, key) for x, key in zip(xs, keys, strict=True))
 
-    def keep_all(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+    def keep_all(layer: nnx.Module, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         regather_residual(layer)
         return run(layer, xs, key)
 
-    def recompute(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+    def recompute(layer: nnx.Module, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
         if not regather:
             # Outside `jax.checkpoint`, so that gathered weights are residuals and not recomputed.
             layer = gather_weights(layer, xs[0].dtype)
         graphdef, state = nnx.split(layer)
 
-        def pure(state: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+        def pure(state: object, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
             # Name the input inside the checkpoint: the backward pass then depends on the named value, which the policy
             # offloads, and not on the argument, which would stay on the device.
             if activations == "offload":
@@ -107,7 +107,7 @@ def batch_loss(
         model.embed(tokens, dtype, key) for tokens, key in zip(split(inputs_of(model, batch)), keys, strict=True)
     )
 
-    def body(layer: Any, xs: SubBatches, index: jax.Array | int) -> SubBatches:
+    def body(layer: nnx.Module, xs: SubBatches, index: jax.Array | int) -> SubBatches:
         return run_layer(layer, xs, None if key is None else key.of_layer(index))
 
     xs = run_layers(getattr(model, model.layer_list), body, xs)

@@ -81,7 +81,7 @@ def state_bytes(
     """
     weight_elements = _elements(shapes, specs, mesh)
     state_elements = _elements(shapes, state_specs, mesh)
-    abstract: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     moments = 0
     for path, leaf in tree_leaves_with_path(jax.eval_shape(optimizer.init, abstract)):
         name = owner(path, abstract)
@@ -98,7 +98,7 @@ def state_bytes(
     )
 
 
-def counted(arrays: Iterable[Any], device: jax.Device) -> dict[str, int]:
+def counted(arrays: Iterable[object], device: jax.Device) -> dict[str, int]:
     """Return the bytes of one device's shards by kind of memory, "device" and "host"; scalars are left out."""
     sums = {"device": 0, "host": 0}
     for array in arrays:
@@ -151,7 +151,7 @@ def room(mesh: Mesh) -> int:
     return int(jax.jit(jnp.min, out_shardings=NamedSharding(mesh, P()))(halves)) << 20
 
 
-def all_finite(state: Any) -> bool:
+def all_finite(state: object) -> bool:
     """Return True if no array of a tree holds an infinity or a NaN; waits for the arrays.
 
     Device arrays are checked on their devices without a copy; of an array in host memory, each process checks its own
@@ -173,7 +173,9 @@ def _finite(array: jax.Array) -> jax.Array:
 _KINDS = ("weights", "positions", "gradients", "masters", "moments", "resident")
 
 
-def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: Any = None) -> dict[str, Any]:
+def report(
+    planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: jax.stages.Compiled | None = None
+) -> dict[str, object]:
     """Return bytes per device: planned, counted, and those of the step's compiled `program`, if any."""
     stats = mesh.local_devices[0].memory_stats() or {}
     analysis = None if program is None else program.memory_analysis()
@@ -194,7 +196,7 @@ def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: 
     }
 
 
-def write(reports: Mapping[int, Any], directory: Path, say: Callable[[str], None]) -> None:
+def write(reports: Mapping[int, Mapping[str, Any]], directory: Path, say: Callable[[str], None]) -> None:
     """Write the reports of a run's stages to memory.json in `directory`, and print the first one's lines."""
     try:
         write_atomically(directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())

@@ -117,12 +117,12 @@ class ModelConfig(Settings):
         return _without_unused(ModelShape(**sizes), sizes)
 
 
-def table_of(shape: ModelShape) -> dict[str, Any]:
+def table_of(shape: ModelShape) -> dict[str, object]:
     """Return the `[model]` table that describes a shape, without expert fields if it has no experts."""
     return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(OF_EXPERTS)}
 
 
-def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
+def shape_in(run: Mapping[str, object]) -> ModelShape | None:
     """Return the model sizes in the table `model` of a checkpoint's run metadata or of a configuration; None without.
 
     Raises:
@@ -132,7 +132,7 @@ def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
     return None if table is None else typed(ModelConfig, table, "model").shape()
 
 
-def _without_unused(shape: ModelShape, sizes: dict[str, Any]) -> ModelShape:
+def _without_unused(shape: ModelShape, sizes: dict[str, object]) -> ModelShape:
     # Reject expert settings in a dense model rather than ignore them.
     unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(OF_EXPERTS)}
     for name, default in (unused | {"expert_ffn": shape.ffn} if unused else unused).items():

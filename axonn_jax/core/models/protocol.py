@@ -1,10 +1,11 @@
 """Protocol between models and the code that trains, partitions, plans or runs them."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.core.errors import UserError
@@ -76,10 +77,10 @@ class Model(Protocol):
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
         """Return the first layer's input in `dtype`, for the result of `models.packed.inputs_of`."""
 
-    def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
+    def continued(self, x: jax.Array, tokens: jax.Array | None) -> object:
         """Return the input of a later stage's first layer: received values, and what layers need of the batch."""
 
-    def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def run_layer(self, layer: nnx.Module, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Run a layer; `key` is the layer's."""
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
@@ -97,5 +98,5 @@ def check_model(model: object) -> Model:
     return model
 
 
-RunLayer = Callable[[Any, tuple[jax.Array, ...], DropoutKey | None], tuple[jax.Array, ...]]
+RunLayer = Callable[[nnx.Module, tuple[jax.Array, ...], DropoutKey | None], tuple[jax.Array, ...]]
 """Function that runs a layer on all sub-batches with its key; activation policies wrap it."""

@@ -73,7 +73,7 @@ class SequenceModel(nnx.Module):
         """Segments of the model, one per layer."""
         segments = []
         parts = split_module(self)
-        forms: list[Any] = []  # distinct forms so far; layers with equal forms can share a compiled program
+        forms: list[object] = []  # distinct forms so far; layers with equal forms can share a compiled program
         for index, layer in enumerate(self.layers):
             params = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param)))
             # Without a user's figure assume matmuls, at one multiplication and one addition per parameter.
@@ -85,7 +85,7 @@ class SequenceModel(nnx.Module):
             segments.append(Segment(name, flops, params, name, alike))
         return tuple(segments)
 
-    def _form(self, index: int, parts: SplitModule) -> Any:
+    def _form(self, index: int, parts: SplitModule) -> object:
         # None for a layer that cannot share a program: it shares parameters with another layer, or has other state.
         layer = self.layers[index]
         form = layer_form(layer, f"layers.{index}.", parts)
@@ -107,7 +107,7 @@ class SequenceModel(nnx.Module):
         """Return the received values unchanged."""
         return x
 
-    def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def run_layer(self, layer: nnx.Module, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Run a layer in training mode with a key, else in Flax's `eval` mode; row by row if it has random streams."""
         split: Any = nnx.split(layer, nnx.RngState, ...)
         graphdef, streams, other_state = split
@@ -147,7 +147,7 @@ class SequenceModel(nnx.Module):
         return jnp.sum(losses if weights is None else losses * weights)
 
 
-def seeded(streams: Any, key: jax.Array) -> Any:
+def seeded(streams: Any, key: jax.Array) -> object:
     """Return random streams restarted from `key`, each with its own subkey and its count at zero."""
     begun = []
     for number, (path, var) in enumerate(nnx.to_flat_state(streams)):
@@ -170,7 +170,7 @@ def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
             raise UserError("model", value, "nnx.Dropout(rate, rngs=nnx.Rngs(seed))")
 
 
-def _check_unchanged(layer: Any, old_state: Any) -> None:
+def _check_unchanged(layer: nnx.Module, old_state: Any) -> None:
     # Compare by identity: the values of tracers are not known.
     new_state = dict(nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))))
     for path, var in nnx.to_flat_state(old_state):

@@ -28,7 +28,7 @@ Carry = TypeVar("Carry")
 class LayerForm(NamedTuple):
     """Everything about a layer except the values of its parameters."""
 
-    graph: Any
+    graph: object
     state: int
     """Number of arrays that are neither parameters nor random streams; streams restart from a key at each call."""
     params: list[tuple[str, tuple[int, ...], Any, P]]
@@ -53,7 +53,7 @@ class Stacked(nnx.Module):
         self.count, self.period = count, len(kinds)
         self.every = kinds[0] if len(kinds) == 1 else nnx.List(list(kinds))
 
-    def run(self, body: Callable[[Any, Carry, jax.Array], Carry], carry: Carry) -> Carry:
+    def run(self, body: Callable[[object, Carry, jax.Array], Carry], carry: Carry) -> Carry:
         """Call body(layer, carry, index) for each layer in order by `lax.scan`, and return the last carry.
 
         The body is traced and compiled once. It must preserve the carry's shapes, dtypes and varying axes.
@@ -77,7 +77,7 @@ class Stacked(nnx.Module):
 
 
 @jax.custom_vjp
-def _in_turn(params: Any, carry: Any) -> Any:
+def _in_turn(params: object, carry: object) -> Any:
     # Identity that makes the gradient of a layer's input wait for those of its parameters. XLA would defer the latter
     # to the end of the loop's body, and keep the activations they need for all of the body's layers.
     return params, carry
@@ -143,7 +143,7 @@ def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
     parts = shapes_of(split)
     layers: Sequence[nnx.Module] = getattr(model, list_name)
     check_repeats(len(layers), period)
-    merged: Any = parts.merge(parts.params)
+    merged = parts.merge(parts.params)
     setattr(merged, list_name, Stacked(list(getattr(merged, list_name)[:period]), len(layers) // period))
     stacked = split_module(merged)
     layer_names: dict[str, tuple[str, ...]] = {}
@@ -188,7 +188,7 @@ def _stack_arrays(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.A
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
 
 
-def run_layers(layers: Stacked | Sequence[Any], body: Callable[[Any, Carry, Any], Carry], carry: Carry) -> Carry:
+def run_layers(layers: Stacked | Sequence[object], body: Callable[[Any, Carry, Any], Carry], carry: Carry) -> Carry:
     """Call body(layer, carry, index) for each layer in order, stacked or separate, and return the last carry."""
     if isinstance(layers, Stacked):
         return layers.run(body, carry)

@@ -16,7 +16,7 @@ from axonn_jax.core.errors import UserError
 from axonn_jax.core.pruned.masks import counting, rounds
 from axonn_jax.core.tensor.params import Params, Specs
 from axonn_jax.core.tensor.specs import shard_mapped, size_over, spec_axes
-from axonn_jax.core.tensor.weight_gather import PrunedWeight, gather_entries
+from axonn_jax.core.tensor.weight_gather import PrunedWeight, Weights, gather_entries
 
 _MOST = 2**31  # entries of a device's shard that an int32 index can address
 
@@ -90,17 +90,17 @@ class PrunedLayout:
         shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
         return self._run(_on_zeros, name, shape=shape)(values, index)  # type: ignore[no-any-return]
 
-    def first(self, extra: Params, dtype: jnp.dtype) -> dict[str, Any]:
+    def first(self, extra: Params, dtype: jnp.dtype) -> Weights:
         """Return all-zero weights with kept entries at the indices `extra`; for use inside a traced program."""
         return {
             name: PrunedWeight(self._sharded(name, jnp.zeros(shape, dtype)), self._sharded(name, extra[name]))
             for name, shape in self.shapes.items()
         }
 
-    def written(self, weights: Mapping[str, Any], values: Params) -> dict[str, Any]:
+    def written(self, weights: Mapping[str, Any], values: Params) -> Weights:
         """Return weights with kept entries replaced by global values; inside a traced program; no collectives."""
 
-        def local(weights: dict[str, PrunedWeight], values: Params) -> Params:
+        def local(weights: Mapping[str, PrunedWeight], values: Params) -> Params:
             write = jax.vmap(put) if self.stacked else put
             return {name: write(weight.dense, weight.index, values[name]) for name, weight in weights.items()}
 
@@ -111,7 +111,7 @@ class PrunedLayout:
     def values(self, weights: Mapping[str, Any]) -> Params:
         """Return the global values of the weights' kept entries; inside a traced program; no collectives."""
 
-        def local(weights: dict[str, PrunedWeight]) -> Params:
+        def local(weights: Mapping[str, PrunedWeight]) -> Params:
             return {name: gather_entries(weight.dense, weight.index) for name, weight in weights.items()}
 
         specs = {name: self.specs[name] for name in weights}
@@ -125,7 +125,7 @@ class PrunedLayout:
     def _sharded(self, name: str, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.specs[name]))
 
-    def _run(self, local: Callable[..., Any], name: str, **settings: Any) -> Callable[..., Any]:
+    def _run(self, local: Callable[..., object], name: str, **settings: object) -> Callable[..., Any]:
         assert not self.stacked
         return _compiled(local, tuple(settings.items()), self.mesh, self.specs[name])
 
@@ -133,8 +133,8 @@ class PrunedLayout:
 # jit caches by function object, so return the same object for the same arguments.
 @cache
 def _compiled(
-    local: Callable[..., Any], settings: tuple[tuple[str, Any], ...], mesh: Mesh, spec: P
-) -> Callable[..., Any]:
+    local: Callable[..., object], settings: tuple[tuple[str, object], ...], mesh: Mesh, spec: P
+) -> Callable[..., object]:
     run = partial(local, **dict(settings))
     return jax.jit(
         shard_mapped(run, mesh, (spec, spec), spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)

@@ -4,7 +4,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax import lax
 
 from axonn_jax.core.options import PruneScope
 from axonn_jax.core.tensor.params import key_of
+
+T = TypeVar("T")
 
 # The threshold is found by bisection on counts, so that nothing is sorted or gathered: XLA's sort is slow on CPUs, and
 # sorting a sharded array gathers it.
@@ -94,12 +96,12 @@ def rounds(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
     return groups
 
 
-def counting(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def counting(program: Callable[..., T], **options: Any) -> Callable[..., T]:
     """Compile a program with 64-bit integers enabled; `options` are those of `jax.jit`."""
     compiled = jax.jit(program, **options)
 
     @wraps(program)
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> T:
         with jax.enable_x64(True):
             return compiled(*args)
 

@@ -116,7 +116,7 @@ def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, 
         raise UserError("prune.mask_file", str(path), accepted) from None
 
 
-def _form(zipped: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], Any]:
+def _form(zipped: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], object]:
     # Read the header alone: the array is only loaded once its shape is known to fit, whatever size the file claims.
     with zipped.open(name if name in zipped.namelist() else f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)

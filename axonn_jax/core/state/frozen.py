@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from axonn_jax.core.adapters.checksum import numbers_of, read_numbered
 from axonn_jax.core.checkpoint.naming import shapes
@@ -26,7 +27,7 @@ class FrozenWeights:
         owned: True if `params` may be freed, one array after another.
     """
 
-    def __init__(self, params: Params, stack: Stack, mesh: Mesh, dtype: Any, *, owned: bool):
+    def __init__(self, params: Params, stack: Stack, mesh: Mesh, dtype: DTypeLike, *, owned: bool):
         self._stack, self._mesh, self._dtype = stack, mesh, dtype
         # Compute the checksums before rounding to float16, which loses bits that the bfloat16 checksum needs.
         self._rounded = numbers_of(params, {}) if dtype == jnp.float16 else {}
@@ -47,7 +48,7 @@ class FrozenWeights:
         """Bytes per device."""
         return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in self.arrays.values())
 
-    def load(self, read: Callable[[Mapping[str, Any]], Params]) -> None:
+    def load(self, read: Callable[[Mapping[str, object]], Params]) -> None:
         """Replace the weights by those `read` returns for their abstract arrays; the old ones are freed first."""
         abstract = shapes(self.per_layer)
         for array in self.arrays.values():

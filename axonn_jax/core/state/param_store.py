@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.core.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, unflatten, unflatten_scale
-from axonn_jax.core.memory.host_arrays import PrunedArray, on_device, replicated, unpruned
+from axonn_jax.core.memory.host_arrays import LazyArray, PrunedArray, on_device, replicated, unpruned
 from axonn_jax.core.memory.offload import OffloadedOptimizer
 from axonn_jax.core.memory.optimizer_state import Apply, DeviceOptimizer
-from axonn_jax.core.memory.optimizer_traits import owner, with_hyperparams
+from axonn_jax.core.memory.optimizer_traits import Arrays, owner, with_hyperparams
+from axonn_jax.core.memory.precision import Scale
 from axonn_jax.core.memory.report import all_finite, counted, report
 from axonn_jax.core.models.stacked import Stack
 from axonn_jax.core.pruned.layout import PrunedLayout
@@ -70,7 +71,7 @@ class ParamStore(Generic[PlanT]):
         *,
         formed: bool = True,
         owned: bool = True,
-        dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike = np.float32,
     ):
         self._optimizer, self._build, self._chooser = optimizer, build, chooser
         selection: KeptEntries | None = None
@@ -164,19 +165,18 @@ class ParamStore(Generic[PlanT]):
         """Replace injected hyperparameters of the optimizer; see `with_hyperparams`."""
         self.model = self.model._replace(optimizer=with_hyperparams(self.model.optimizer, numbers))
 
-    def checkpoint_state(self, scale: Any) -> State:
+    def checkpoint_state(self, scale: Scale) -> State:
         """Return the state and the loss scale under their checkpoint names, without copying arrays."""
         state = flatten(self.masters, self.opt_state, scale)
         if self.forms is not None:
             state |= {MASKS + name: unpruned(self.forms, name, index) for name, index in self._extra.items()}
         return state
 
-    def shapes(self, scale: Any) -> State:
+    def shapes(self, scale: Scale) -> State:
         """Return abstract arrays of the state under their checkpoint names."""
-        masked = () if self.forms is None else self.forms.shapes
-        return state_shapes(self._abstract_params, self._optimizer, scale, masked)
+        return state_shapes(self._abstract_params, self._optimizer, scale, self.forms.shapes if self.forms else ())
 
-    def load(self, read: Read, should_load: Callable[[str], bool], scale: Any) -> Any:
+    def load(self, read: Read, should_load: Callable[[str], bool], scale: Scale) -> Scale:
         """Replace the arrays whose names pass `should_load` by those `read` returns; return the new loss scale.
 
         The old arrays are freed first, so that the devices never hold two copies.
@@ -204,7 +204,7 @@ class ParamStore(Generic[PlanT]):
         selection = self._chooser.select(self.masks())
 
         # One array at a time, freeing each, so that only one of them is held both dense and compressed.
-        def compress(path: Any, leaf: Any) -> Any:
+        def compress(path: tuple[object, ...], leaf: jax.Array) -> jax.Array | LazyArray:
             name = owner(path, selection.extra)
             if name is None or not leaf.shape:
                 return leaf
@@ -213,7 +213,7 @@ class ParamStore(Generic[PlanT]):
         params, optimizer = tree_map_with_path(compress, (self.masters, self.opt_state))
         self._take_over(params, optimizer, selection)
 
-    def _take_over(self, params: Params, optimizer: Any, selection: KeptEntries | None) -> None:
+    def _take_over(self, params: Params, optimizer: optax.OptState, selection: KeptEntries | None) -> None:
         if selection is not None:
             self._begin(selection)
         masters = self.stack.join(params, self.mesh, used_up=True)
@@ -223,11 +223,11 @@ class ParamStore(Generic[PlanT]):
         self.model = self.placement.restored(masters, optimizer, self._stacked_extra(selection), owned=True)
 
     @property
-    def _abstract_params(self) -> Any:
+    def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(p.shape, np.float32) for name, p in self.stack.per_layer.trained.items()}
 
     @property
-    def _extra(self) -> Mapping[str, Any]:
+    def _extra(self) -> Mapping[str, jax.Array | LazyArray]:
         """Index arrays of the pruned parameters, under per-layer names."""
         assert self.forms is not None
         return unstack_params(self.stack, self.forms.over_layers(self.stack.layer_names).extra(self.model.weights))
@@ -241,7 +241,7 @@ class ParamStore(Generic[PlanT]):
             return tree
         extra = self._extra
 
-        def dense_leaf(path: Any, leaf: Any) -> Any:
+        def dense_leaf(path: tuple[object, ...], leaf: jax.Array) -> jax.Array | LazyArray:
             name = owner(path, forms.shapes)
             return leaf if name is None or not leaf.shape else unpruned(forms, name, extra[name], leaf)
 
@@ -249,7 +249,7 @@ class ParamStore(Generic[PlanT]):
 
 
 def state_shapes(
-    params: Mapping[str, Any], optimizer: optax.GradientTransformation, scale: Any, masked: Iterable[str] = ()
+    params: Arrays, optimizer: optax.GradientTransformation, scale: Scale, masked: Iterable[str] = ()
 ) -> State:
     """Return abstract parameters, optimizer state, loss scale and masks under their checkpoint names."""
     state = flatten(params, jax.eval_shape(optimizer.init, params), scale)

@@ -54,10 +54,10 @@ def _unpadded(
             return optimizer
     tx = optax.with_extra_args_support(optimizer)
 
-    def resized(tree: Any, abstract: Params, *, grows: bool = False) -> Any:
+    def resized(tree: Any, abstract: Params, *, grows: bool = False) -> object:
         """Crop a tree of parameters or state to the unpadded vocabulary, or if it `grows` pad it back to `abstract`."""
 
-        def resize(path: Any, leaf: Any) -> Any:
+        def resize(path: tuple[object, ...], leaf: jax.Array) -> object:
             if (name := owner(path, padded)) is None:
                 return leaf
             full, (dim, _, used) = abstract[name].shape, padding[name]
@@ -92,11 +92,11 @@ class _Heads(NamedTuple):
     names: tuple[str, str, str]
     """Names of the three matrices, which keep the kernel's prefix and suffix so that a user's labels still match."""
 
-    def fits(self, kernel: Any) -> bool:
+    def fits(self, kernel: jax.Array) -> bool:
         # Probes of an optimizer's traits (`optimizer_traits`) have small shapes that do not divide into heads.
         return bool(kernel.shape[-1] % ((self.group + 2) * self.head_dim) == 0)
 
-    def split(self, kernel: Any) -> list[Any]:
+    def split(self, kernel: jax.Array) -> list[object]:
         if isinstance(kernel, optax.MaskedNode):
             return [kernel] * 3
         rows = len(kernel)
@@ -134,16 +134,16 @@ def _split_heads(
     tx = optax.with_extra_args_support(optimizer)
 
     def split(fused: Mapping[str, _Heads], tree: Any) -> Any:
-        def split_kernels(params: dict[str, Any]) -> dict[str, Any]:
+        def split_kernels(params: dict[str, jax.Array]) -> dict[str, object]:
             matrices = (zip(heads.names, heads.split(params[name]), strict=True) for name, heads in fused.items())
             return {name: p for name, p in params.items() if name not in fused} | dict(chain.from_iterable(matrices))
 
         return _in_params(split_kernels, fused, tree)
 
-    def join(fused: Mapping[str, _Heads], tree: Any) -> Any:
+    def join(fused: Mapping[str, _Heads], tree: Any) -> object:
         matrices = {matrix for heads in fused.values() for matrix in heads.names}
 
-        def join_matrices(params: dict[str, Any]) -> dict[str, Any]:
+        def join_matrices(params: dict[str, jax.Array]) -> dict[str, object]:
             fused_kernels = {
                 name: heads.join([params[matrix] for matrix in heads.names]) for name, heads in fused.items()
             }
@@ -151,7 +151,7 @@ def _split_heads(
 
         return _in_params(join_matrices, matrices, tree)
 
-    def fused_in(params: Mapping[str, Any]) -> dict[str, _Heads]:
+    def fused_in(params: Mapping[str, jax.Array]) -> dict[str, _Heads]:
         return {name: kernels[name] for name in params if name in kernels and kernels[name].fits(params[name])}
 
     def init(params: optax.Params) -> optax.OptState:
@@ -178,10 +178,10 @@ def _split_heads(
     return by_matrix
 
 
-def _in_params(change: Callable[[dict[str, Any]], Any], names: Collection[str], tree: Any) -> Any:
+def _in_params(change: Callable[[dict[str, Any]], object], names: Collection[str], tree: Any) -> object:
     """Apply `change` to every dict in a tree that has a key among `names`."""
 
-    def has_names(node: Any) -> bool:
+    def has_names(node: object) -> bool:
         return isinstance(node, dict) and not node.keys().isdisjoint(names)
 
     return jax.tree.map(lambda node: change(node) if has_names(node) else node, tree, is_leaf=has_names)

@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.core.errors import UserError
-from axonn_jax.core.memory.host_arrays import LayerSlice, layer_of, materialize
+from axonn_jax.core.memory.host_arrays import LayerSlice, LazyArray, layer_of, materialize
 from axonn_jax.core.memory.optimizer_traits import check_separable, owner, same_update, traced_update
 from axonn_jax.core.models.stacked import Stack, join_layers
 
@@ -38,19 +38,19 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
     stacked = {layer: name for name, layer in first.items()}
     unstacked = {name for name in stack.parts.params if name not in first}
 
-    def split(tree: Any) -> tuple[Any, Any]:
+    def split(tree: Any) -> tuple[object, Any]:
         """Split a tree into unstacked entries, and stacked ones under the names of the first layer."""
         return (
             _with_keys(tree, lambda key: None if key in first else key),
             _with_keys(tree, lambda key: None if key in unstacked else first.get(key, key)),
         )
 
-    def merge(unstacked: Any, layers: Any) -> Any:
+    def merge(unstacked: object, layers: object) -> Any:
         return _union(unstacked, _with_keys(layers, lambda key: stacked.get(key, key)))
 
-    def axes(layers: Mapping[str, Any]) -> Any:
+    def axes(layers: Mapping[str, Any]) -> object:
         # State that belongs to no parameter, such as a step count, is shared by all layers and has no layer dim.
-        layer: Any = {name: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for name, p in layers.items()}
+        layer = {name: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for name, p in layers.items()}
         state = jax.eval_shape(optimizer.init, layer)
         return tree_map_with_path(lambda path, _: None if owner(path, layers) is None else 0, state)
 
@@ -99,16 +99,16 @@ def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> No
             raise UserError("optimizer", f"a transformation that treats layers 0 and {index} differently", _ACCEPTED)
 
 
-def unstack_params(stack: Stack, params: Mapping[str, Any]) -> dict[str, Any]:
+def unstack_params(stack: Stack, params: Mapping[str, jax.Array]) -> dict[str, jax.Array | LazyArray]:
     """Return parameters under per-layer names, stacked ones as `LayerSlice`s, without copying arrays."""
-    unstacked: dict[str, Any] = {}
+    unstacked: dict[str, jax.Array | LazyArray] = {}
     for name, value in params.items():
         layers = stack.layer_names.get(name)
         unstacked |= {name: value} if layers is None else {layer: layer_of(value, i) for i, layer in enumerate(layers)}
     return unstacked
 
 
-def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: Any) -> Any:
+def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: optax.OptState) -> object:
     """Return the state of `per_layer` in the wrapped optimizer's form, under per-layer names; see `unstack_params`."""
     if not stack.layer_names:
         return state
@@ -117,7 +117,7 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
     }
     leaves = dict(tree_leaves_with_path(state))
 
-    def leaf_of(path: Any, _: Any) -> Any:
+    def leaf_of(path: tuple[object, ...], _: object) -> object:
         layer_name = owner(path, locations)
         if layer_name is None:
             return leaves[path]
@@ -127,7 +127,9 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
     return tree_map_with_path(leaf_of, jax.eval_shape(optimizer.init, stack.per_layer.trained))
 
 
-def stack_state(stack: Stack, state: Any, abstract: Any, *, used_up: bool = False) -> Any:
+def stack_state(
+    stack: Stack, state: optax.OptState, abstract: Mapping[str, jax.ShapeDtypeStruct], *, used_up: bool = False
+) -> object:
     """Invert `unstack_state`; the result has the layouts of `abstract`, a state of `per_layer`.
 
     With `used_up`, stacked arrays are reused, and the arrays of all layers are deleted as soon as their stack exists,
@@ -137,7 +139,7 @@ def stack_state(stack: Stack, state: Any, abstract: Any, *, used_up: bool = Fals
         return state
     leaves = dict(tree_leaves_with_path(state))
 
-    def join(path: Any, target: Any) -> Any:
+    def join(path: tuple[object, ...], target: Any) -> Any:
         name = owner(path, stack.layer_names)
         if name is None:
             return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), target.sharding)
@@ -150,18 +152,18 @@ def stack_state(stack: Stack, state: Any, abstract: Any, *, used_up: bool = Fals
     return tree_map_with_path(join, abstract)
 
 
-def _renamed(path: Any, name: str, new: str) -> Any:
+def _renamed(path: tuple[object, ...], name: str, new: str) -> Any:
     return tuple(DictKey(new) if isinstance(key, DictKey) and key.key == name else key for key in path)
 
 
-def _is_dict(node: Any) -> bool:
+def _is_dict(node: object) -> bool:
     return isinstance(node, dict)
 
 
-def _with_keys(tree: Any, change: Callable[[str], str | None]) -> Any:
+def _with_keys(tree: Any, change: Callable[[str], str | None]) -> object:
     """Apply `change` to the dict keys of a tree, dropping entries whose new key is None."""
 
-    def changed(node: Any) -> Any:
+    def changed(node: Any) -> object:
         if not _is_dict(node):
             return node
         return {new: _with_keys(value, change) for key, value in node.items() if (new := change(key)) is not None}
@@ -169,10 +171,10 @@ def _with_keys(tree: Any, change: Callable[[str], str | None]) -> Any:
     return jax.tree.map(changed, tree, is_leaf=_is_dict)
 
 
-def _union(tree: Any, other: Any) -> Any:
+def _union(tree: Any, other: object) -> object:
     """Merge two trees that differ only in the keys of their dicts."""
 
-    def merge_node(a: Any, b: Any) -> Any:
+    def merge_node(a: Any, b: Any) -> object:
         return {**a, **b, **{key: _union(a[key], b[key]) for key in a.keys() & b.keys()}} if _is_dict(a) else a
 
     return jax.tree.map(merge_node, tree, other, is_leaf=_is_dict)

@@ -180,7 +180,7 @@ def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | N
     return loss, d_logits if weights is None else d_logits * weights[:, None]
 
 
-def _backward(chunk: int, fields: tuple[Any, ...], gradients: Gradients, g: jax.Array) -> tuple[Any, ...]:
+def _backward(chunk: int, fields: tuple[object, ...], gradients: Gradients, g: jax.Array) -> tuple[object, ...]:
     d_rows, d_weight = gradients
     return (d_weight * g).astype(d_rows.dtype), ((d_rows.astype(jnp.float32) * g).astype(d_rows.dtype), None, None)
 
@@ -193,7 +193,9 @@ def _zero(rows: jax.Array) -> jax.Array:
     return mark_varying(jnp.zeros((), jnp.float32), compat.varying_axes(rows) - {VOCAB_AXIS, FEATURE_AXIS})
 
 
-def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Tokens, chunk: int) -> tuple[Any, Any]:
+def _loop(
+    f: Callable[[Any, Tokens], tuple[object, object]], carry: object, tokens: Tokens, chunk: int
+) -> tuple[Any, Any]:
     """Scan `f` over chunks of `chunk` tokens; the last chunk may be shorter."""
     count = tokens[0].shape[0]
     if count == chunk:

@@ -28,7 +28,7 @@ GENERATOR = "threefry2x32"
 layout and on `jax.vmap`."""
 
 
-def key_of(seed: Any) -> jax.Array:
+def key_of(seed: int | jax.Array) -> jax.Array:
     """Return the random key of a seed, always for `GENERATOR`."""
     return jax.random.key(seed, impl=GENERATOR)
 
@@ -192,7 +192,7 @@ def evaluating(parts: SplitModule) -> SplitModule:
     return parts._replace(merge=merge) if changes else parts
 
 
-def renewed(state: Any) -> Any:
+def renewed(state: Any) -> object:
     """Return a state with the same values in new variables, which a traced module may modify."""
     return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])
 
@@ -206,7 +206,7 @@ def abstract_module(make: Callable[[], nnx.Module]) -> nnx.Module:
     return module
 
 
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
+def _shape(value: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
@@ -231,7 +231,7 @@ def _shares_shards(value: jax.Array, sharding: NamedSharding) -> bool:
     return same and current.device_set != sharding.device_set
 
 
-def copied(value: Any, sharding: NamedSharding) -> jax.Array:
+def copied(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Copy an array into new memory, laid out on a mesh that may span processes, which must all pass the same value."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = copied(jax.random.key_data(value), sharding)

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import register_dataclass
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def spec_axes(spec: P) -> frozenset[str]:
@@ -42,14 +45,14 @@ def live_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_mapped(
-    f: Callable[..., Any],
+    f: Callable[[*Ts], T],
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: object,
+    out_specs: object,
     *,
     keep_mesh: bool = False,
     differentiated: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[[*Ts], T]:
     """Return a function of global arrays that runs `f` on their local shards, or `f` itself if no axis is above one.
 
     The manual region covers the mesh axes that are larger than one, which keeps collectives over single devices out of
@@ -75,7 +78,7 @@ def shard_mapped(
     specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
     region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=differentiated)
 
-    def run(*args: Any) -> Any:
+    def run(*args: *Ts) -> T:
         with jax.sharding.use_abstract_mesh(live.abstract_mesh):  # `jax.set_mesh` may have set the 4D one
             return region(*args)
 
@@ -97,10 +100,10 @@ def _over(spec: P, axes: tuple[str, ...]) -> P:
 class Replicated:
     """Marker for arrays of a batch that have no rows, which every device receives in full."""
 
-    value: Any
+    value: object
 
 
-def replicated(array: Any) -> Replicated:
+def replicated(array: object) -> Replicated:
     """Mark an array in a `Trainer`'s batch as having no rows, such as a graph's edges or a number.
 
     Args:
@@ -109,11 +112,11 @@ def replicated(array: Any) -> Replicated:
     return Replicated(array)
 
 
-def is_replicated(leaf: Any) -> bool:
+def is_replicated(leaf: object) -> bool:
     """True if a node of a batch's tree is marked by `replicated`."""
     return isinstance(leaf, Replicated)
 
 
-def values_of(batch: Any) -> Any:
+def values_of(batch: object) -> object:
     """Return a batch without the marks of `replicated`, as a loss receives it."""
     return jax.tree.map(lambda leaf: leaf.value if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated)

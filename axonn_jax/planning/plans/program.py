@@ -142,8 +142,8 @@ class _Walk:
     def _equation(self, eqn: JaxprEqn, inputs: list[_Array], manual: bool, shared: bool) -> list[_Array]:
         kind = eqn.primitive.name
         if kind == "shard_map":
-            (body,) = bodies(eqn)
-            inside = self.run(body, inputs, manual=True)
+            (region,) = bodies(eqn)
+            inside = self.run(region, inputs, manual=True)
             parts = [prod(self.sizes[axis] for axis in spec_axes(spec)) for spec in eqn.params["out_specs"]]
             for array, split in zip(inside, parts, strict=True):
                 array.shards = split

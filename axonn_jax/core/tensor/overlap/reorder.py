@@ -7,7 +7,7 @@ resulting order is written into the program as dependencies that carry no data.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,13 @@ from axonn_jax.core.tensor.collectives import axis_size
 from axonn_jax.core.tensor.overlap.list_scheduler import ListScheduler
 from axonn_jax.core.tensor.overlap.op_cost import OpTimes, aval_of, is_collective
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 
 
-def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
+def in_order(f: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """Return `f` with its order of computation fixed.
 
     The result computes the same values with the same collectives. It is not differentiable: `f` takes gradients itself.
@@ -32,7 +35,7 @@ def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
         f: Function to be called inside a manual region.
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: *Ts) -> T:
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
         ordered = reorder(closed)
         flat = jaxpr_as_fun(ordered)(*jax.tree.leaves(args))
@@ -66,11 +69,11 @@ def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
     return False
 
 
-def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
+def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[object]]:
     """Return the equations with calls inlined, and the outputs; recomputation stays separate from the forward pass."""
     out: list[JaxprEqn] = []
 
-    def add(jaxpr: Jaxpr, names: dict[Var, Any], outer: bool) -> None:
+    def add(jaxpr: Jaxpr, names: dict[Var, object], outer: bool) -> None:
         def name(v: Any) -> Any:
             return v if isinstance(v, Literal) else names.get(v, v)
 
@@ -91,7 +94,7 @@ def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
             results = [v if isinstance(v, Literal) else mapping.get(v, v) for v in body.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
 
-    top: dict[Var, Any] = {}
+    top: dict[Var, object] = {}
     add(jaxpr, top, True)
     return out, [v if isinstance(v, Literal) else top.get(v, v) for v in jaxpr.outvars]
 
@@ -112,7 +115,7 @@ def _fresh_var(v: Any) -> Var:
     return type(v)(v.aval)  # type: ignore[no-any-return]
 
 
-def _behind_barrier(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
+def _behind_barrier(values: list[object], out: list[JaxprEqn]) -> list[object]:
     # As `jax.checkpoint` does: without a barrier XLA would eliminate the recomputation as a common subexpression.
     (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
     results = []
@@ -137,7 +140,7 @@ def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListSched
     out: list[JaxprEqn] = []
     names: dict[Var, Any] = {}
 
-    def tied(x: Any, earlier: Var) -> Var:
+    def tied(x: object, earlier: Var) -> Var:
         out.append(tie(x, earlier))
         return out[-1].outvars[0]
 
@@ -192,7 +195,7 @@ def _is_number(v: Var) -> bool:
     return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
 
 
-def _ties() -> Callable[[Any, Any], JaxprEqn]:
+def _ties() -> Callable[[object, object], JaxprEqn]:
     # Traced here and not once per process, since an equation belongs to the mesh it was traced on.
     (eqn,) = jax.make_jaxpr(depend_on)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_fresh_var(x)])
