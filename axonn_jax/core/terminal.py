@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO, cast
+from typing import Self, TextIO, cast
 
 from axonn_jax.core.errors import without_credentials
 
@@ -114,7 +114,7 @@ def unfailing() -> TextIO:
 
 
 class _Unfailing:
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
     def __getattr__(self, name: str) -> object:
@@ -191,7 +191,7 @@ def _lead_nowhere(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def redraws(stream: Any) -> bool:
+def redraws(stream: TextIO) -> bool:
     """Return True if a stream can redraw lines: a terminal, unless it is a dumb one."""
     return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 

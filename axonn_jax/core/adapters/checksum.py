@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.core.distributed.host_sync import HostSync
-from axonn_jax.core.memory.host_arrays import materialize
+from axonn_jax.core.memory.host_arrays import LazyArray, materialize
 from axonn_jax.core.tensor.params import Params
 
 # A weight's number is the sum of its bfloat16 bits, each times a factor for its position, modulo 2**32. The order of an
@@ -44,7 +44,7 @@ def checksum_of_files(weights: Iterable[tuple[str, NDArray[np.generic]]]) -> str
     return _digest(sorted((name, number(value)) for name, value in weights))
 
 
-def number_of(weight: jax.Array) -> int:
+def number_of(weight: jax.Array | LazyArray) -> int:
     """Return the number of a weight in bfloat16 or wider; collectives: an all-reduce of one number."""
     # Rounding to float16 first may change the bfloat16 bits, and with them the number: see `read_numbered`.
     return int(_mixed(materialize(weight)))
@@ -56,7 +56,7 @@ def numbers_of(weights: Mapping[str, jax.Array], rounded: Mapping[str, int]) -> 
 
 
 def read_numbered(
-    read: Callable[[Mapping[str, object]], Params], abstract: Mapping[str, jax.ShapeDtypeStruct]
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Params], abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Params, dict[str, int]]:
     """Read weights in the types of `abstract`, and number those in float16 before they are rounded.
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from axonn_jax.core.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, layers_of
 from axonn_jax.core.backend.workarounds import over_rows
@@ -72,7 +74,7 @@ class Adapter(nnx.Module):
         return spread(self.b.get_value(), self.columns, jnp)
 
 
-def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> Any:
+def spread(b: jax.Array | np.ndarray, columns: Sequence[Columns | None], numbers: ModuleType) -> Any:
     """Return B [rank, out] in the form of `Adapter.spread`; `numbers` is jax.numpy or numpy."""
     column = numbers.arange(b.shape[1])
 
@@ -85,7 +87,9 @@ def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> An
     return numbers.concatenate([only(target) for target in columns])
 
 
-def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: Any, columns: Sequence[Columns | None]) -> jax.Array:
+def added(
+    kernel: jax.Array, a: jax.Array, b: jax.Array, scale: ArrayLike, columns: Sequence[Columns | None]
+) -> jax.Array:
     """Return the kernel with adapters merged in, computed in float32; no collectives."""
     delta = scale * jnp.dot(a, spread(b, columns, jnp), precision=jax.lax.Precision.HIGHEST)
     return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -184,7 +185,7 @@ def written(part: Path, process: int) -> list[Path]:
     return paths
 
 
-def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
+def wait_for_markers(folder: Path, names: list[str], cancelled: Event) -> bool:
     """Wait until all markers exist in `folder`; return False if cancelled first.
 
     Raises ``TimeoutError`` naming the missing markers after half an hour.

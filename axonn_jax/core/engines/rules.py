@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from axonn_jax.core.adapters.config import LoraConfig
 from axonn_jax.core.errors import UserError
@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
     key: str
     """The setting's table and name."""
-    accepted: tuple[Any, ...]
+    accepted: tuple[object, ...]
     condition: Condition
     why: str = ""
     """Reason or alternative, starting with its punctuation mark; empty without one."""

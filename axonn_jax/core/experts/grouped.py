@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,11 @@ class _Kernels(NamedTuple):
 class _Groups(NamedTuple):
     order: jax.Array  # flat indices into [tokens, k], sorted by expert and padded by one tile
     starts: jax.Array  # start of each expert's choices in `order`, and the end of the last expert's
+
+
+_Operands = tuple[jax.Array, jax.Array, _Kernels, _Groups]
+_Gradients = tuple[jax.Array, jax.Array, _Kernels]
+Sums = TypeVar("Sums")
 
 
 def grouped_mlp(
@@ -91,12 +96,17 @@ class _Tile(NamedTuple):
 
 
 def _over_tiles(
-    groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., object], carry: object
-) -> Any:
+    groups: _Groups,
+    expert: jax.Array,
+    choices: tuple[int, ...],
+    tile: int,
+    body: Callable[[_Tile, Sums], Sums],
+    carry: Sums,
+) -> Sums:
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
-    def run(i: jax.Array, carry: object) -> Any:
+    def run(i: jax.Array, carry: Sums) -> Sums:
         at = start + i * tile
         numbers = lax.dynamic_slice(groups.order, (at,), (tile,))
         valid = at + jnp.arange(tile) < end
@@ -142,14 +152,14 @@ def _rows(x: jax.Array, of: _Tile) -> jax.Array:
     return x.at[of.tokens].get(mode="fill", fill_value=0)
 
 
-def _backward(activation: Mlp, tile: int, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[object, ...]:
+def _backward(activation: Mlp, tile: int, residuals: _Operands, dy: jax.Array) -> tuple[object, ...]:
     x, weights, kernels, groups = residuals
     flat = weights.reshape(-1)
 
-    def of_expert(expert: jax.Array, sums: Any) -> object:
+    def of_expert(expert: jax.Array, sums: _Gradients) -> _Gradients:
         expert_kernels = _of_expert(kernels, expert)
 
-        def of_tile(of: _Tile, sums: Any) -> object:
+        def of_tile(of: _Tile, sums: _Gradients) -> _Gradients:
             dx, dweights, dkernels = sums
             rows, dout = _rows(x, of), _rows(dy, of)
             h, pull = jax.vjp(partial(activated, activation), *_inner(rows, expert_kernels))

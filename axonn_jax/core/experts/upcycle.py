@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +43,12 @@ def is_of_router(name: str) -> bool:
     return _ROUTER in name
 
 
-def upcycled(read: Callable[[object], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, object]], Arrays]:
+def upcycled(
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Arrays], sources: Mapping[str, str]
+) -> Callable[[Mapping[str, jax.ShapeDtypeStruct]], Arrays]:
     """Wrap `read` so that expert kernels are filled with copies of the dense kernels in `sources`; no collectives."""
 
-    def run(abstract: Mapping[str, Any]) -> Arrays:
+    def run(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         copies = {name: want for name, want in abstract.items() if name in sources}
         # Ask for the dense kernel in the layout of one expert, so that each device reads its part alone.
         dense = {sources[name]: _expert_slice(want) for name, want in copies.items()}
@@ -64,7 +65,7 @@ def _repeated(kernel: jax.Array, count: int) -> jax.Array:
     return jnp.broadcast_to(kernel, (count, *kernel.shape))
 
 
-def _expert_slice(want: Any) -> jax.ShapeDtypeStruct:
+def _expert_slice(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = want.sharding
     sliced = NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
     return jax.ShapeDtypeStruct(want.shape[1:], want.dtype, sharding=sliced)

@@ -1,7 +1,7 @@
 """Batch rows: token ids, target masks, and packed rows of several documents that do not attend to each other."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from axonn_jax.core.grid import BATCH_AXES
 from axonn_jax.core.models.protocol import Model
 from axonn_jax.core.tensor.attention import Documents
 from axonn_jax.core.tensor.collectives import mark_varying
+
+Words = TypeVar("Words", jax.Array, np.ndarray)
 
 # Everything about a row is encoded in one int32 array, so that a batch stays a single array whatever reads it. An
 # unpacked row holds token ids; negative ids and ids with the bit `IGNORED_TARGET` do not count as targets. A packed
@@ -38,7 +40,7 @@ class Residual(NamedTuple):
     """Text mask and target counts for experts; None in a dense model."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Dtype of the stream."""
         return self.values.dtype
 
@@ -47,7 +49,7 @@ Stream = jax.Array | Residual
 """Value passed from one layer to the next."""
 
 
-def token_ids(words: Any) -> Any:
+def token_ids(words: Words) -> Words:
     """Return the token ids of packed words."""
     return words & _ID
 
@@ -85,7 +87,7 @@ def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
     return batch if model.reads_words else readable(batch)[:, :-1]
 
 
-def counted_targets(batch: Any, *, packed: bool) -> Any:
+def counted_targets(batch: Words, *, packed: bool) -> Words:
     """Return the mask [..., seq] of counted targets of a batch [..., seq + 1].
 
     Negative ids do not count, such as -1, or -100 in PyTorch's convention. Neither does the first token of a document,

@@ -31,7 +31,7 @@ class LayerForm(NamedTuple):
     graph: object
     state: int
     """Number of arrays that are neither parameters nor random streams; streams restart from a key at each call."""
-    params: list[tuple[str, tuple[int, ...], Any, P]]
+    params: list[tuple[str, tuple[int, ...], jnp.dtype, P]]
     """Name within the layer, shape, dtype and layout of each parameter."""
 
 
@@ -53,7 +53,7 @@ class Stacked(nnx.Module):
         self.count, self.period = count, len(kinds)
         self.every = kinds[0] if len(kinds) == 1 else nnx.List(list(kinds))
 
-    def run(self, body: Callable[[object, Carry, jax.Array], Carry], carry: Carry) -> Carry:
+    def run(self, body: Callable[[nnx.Module, Carry, jax.Array], Carry], carry: Carry) -> Carry:
         """Call body(layer, carry, index) for each layer in order by `lax.scan`, and return the last carry.
 
         The body is traced and compiled once. It must preserve the carry's shapes, dtypes and varying axes.
@@ -83,7 +83,7 @@ def _in_turn(params: object, carry: object) -> Any:
     return params, carry
 
 
-def _backward(_: None, grads: Any) -> Any:
+def _backward(_: None, grads: tuple[object, Carry]) -> tuple[object, Carry]:
     params, carry = grads
     return params, jax.tree.map(lambda grad: reduce(depend_on, jax.tree.leaves(params), grad), carry)
 
@@ -188,7 +188,9 @@ def _stack_arrays(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.A
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
 
 
-def run_layers(layers: Stacked | Sequence[object], body: Callable[[Any, Carry, Any], Carry], carry: Carry) -> Carry:
+def run_layers(
+    layers: Stacked | Sequence[nnx.Module], body: Callable[[Any, Carry, jax.Array | int], Carry], carry: Carry
+) -> Carry:
     """Call body(layer, carry, index) for each layer in order, stacked or separate, and return the last carry."""
     if isinstance(layers, Stacked):
         return layers.run(body, carry)

@@ -6,7 +6,7 @@ Ours differ in two ways: the embedding and the head may be padded, and queries, 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +54,10 @@ def _unpadded(
             return optimizer
     tx = optax.with_extra_args_support(optimizer)
 
-    def resized(tree: Any, abstract: Params, *, grows: bool = False) -> object:
+    def resized(tree: optax.Params, abstract: Params, *, grows: bool = False) -> optax.Params:
         """Crop a tree of parameters or state to the unpadded vocabulary, or if it `grows` pad it back to `abstract`."""
 
-        def resize(path: tuple[object, ...], leaf: jax.Array) -> object:
+        def resize(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
             if (name := owner(path, padded)) is None:
                 return leaf
             full, (dim, _, used) = abstract[name].shape, padding[name]
@@ -96,14 +96,14 @@ class _Heads(NamedTuple):
         # Probes of an optimizer's traits (`optimizer_traits`) have small shapes that do not divide into heads.
         return bool(kernel.shape[-1] % ((self.group + 2) * self.head_dim) == 0)
 
-    def split(self, kernel: jax.Array) -> list[object]:
+    def split(self, kernel: jax.Array) -> list[jax.Array]:
         if isinstance(kernel, optax.MaskedNode):
             return [kernel] * 3
         rows = len(kernel)
         grouped = kernel.reshape(rows, -1, self.group + 2, self.head_dim)
         return [part.reshape(rows, -1) for part in jnp.split(grouped, (self.group, self.group + 1), axis=2)]
 
-    def join(self, matrices: list[Any]) -> Any:
+    def join(self, matrices: list[jax.Array]) -> jax.Array:
         if isinstance(matrices[0], optax.MaskedNode):
             return matrices[0]
         rows, width = matrices[1].shape
@@ -133,17 +133,17 @@ def _split_heads(
         return optimizer
     tx = optax.with_extra_args_support(optimizer)
 
-    def split(fused: Mapping[str, _Heads], tree: Any) -> Any:
-        def split_kernels(params: dict[str, jax.Array]) -> dict[str, object]:
+    def split(fused: Mapping[str, _Heads], tree: optax.Params) -> optax.Params:
+        def split_kernels(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
             matrices = (zip(heads.names, heads.split(params[name]), strict=True) for name, heads in fused.items())
             return {name: p for name, p in params.items() if name not in fused} | dict(chain.from_iterable(matrices))
 
         return _in_params(split_kernels, fused, tree)
 
-    def join(fused: Mapping[str, _Heads], tree: Any) -> object:
+    def join(fused: Mapping[str, _Heads], tree: optax.Params) -> optax.Params:
         matrices = {matrix for heads in fused.values() for matrix in heads.names}
 
-        def join_matrices(params: dict[str, jax.Array]) -> dict[str, object]:
+        def join_matrices(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
             fused_kernels = {
                 name: heads.join([params[matrix] for matrix in heads.names]) for name, heads in fused.items()
             }
@@ -178,7 +178,9 @@ def _split_heads(
     return by_matrix
 
 
-def _in_params(change: Callable[[dict[str, Any]], object], names: Collection[str], tree: Any) -> object:
+def _in_params(
+    change: Callable[[dict[str, jax.Array]], dict[str, jax.Array]], names: Collection[str], tree: optax.Params
+) -> optax.Params:
     """Apply `change` to every dict in a tree that has a key among `names`."""
 
     def has_names(node: object) -> bool:

@@ -5,7 +5,7 @@ Between steps only stacked arrays exist; users, checkpoints and optimizers see p
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.core.memory.host_arrays import LayerSlice, LazyArray, layer_of, materialize
-from axonn_jax.core.memory.optimizer_traits import check_separable, owner, same_update, traced_update
+from axonn_jax.core.memory.optimizer_traits import Arrays, check_separable, owner, same_update, traced_update
 from axonn_jax.core.models.stacked import Stack, join_layers
 
 _ACCEPTED = "one that updates every layer by itself and in the same way, or tensor.scan_layers = no"
@@ -38,17 +38,17 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
     stacked = {layer: name for name, layer in first.items()}
     unstacked = {name for name in stack.parts.params if name not in first}
 
-    def split(tree: Any) -> tuple[object, Any]:
+    def split(tree: optax.Params) -> tuple[optax.Params, optax.Params]:
         """Split a tree into unstacked entries, and stacked ones under the names of the first layer."""
         return (
             _with_keys(tree, lambda key: None if key in first else key),
             _with_keys(tree, lambda key: None if key in unstacked else first.get(key, key)),
         )
 
-    def merge(unstacked: object, layers: object) -> Any:
+    def merge(unstacked: optax.OptState, layers: optax.OptState) -> optax.OptState:
         return _union(unstacked, _with_keys(layers, lambda key: stacked.get(key, key)))
 
-    def axes(layers: Mapping[str, Any]) -> object:
+    def axes(layers: Arrays) -> optax.OptState:
         # State that belongs to no parameter, such as a step count, is shared by all layers and has no layer dim.
         layer = {name: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for name, p in layers.items()}
         state = jax.eval_shape(optimizer.init, layer)
@@ -108,7 +108,7 @@ def unstack_params(stack: Stack, params: Mapping[str, jax.Array]) -> dict[str, j
     return unstacked
 
 
-def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: optax.OptState) -> object:
+def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: optax.OptState) -> optax.OptState:
     """Return the state of `per_layer` in the wrapped optimizer's form, under per-layer names; see `unstack_params`."""
     if not stack.layer_names:
         return state
@@ -117,7 +117,7 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
     }
     leaves = dict(tree_leaves_with_path(state))
 
-    def leaf_of(path: tuple[object, ...], _: object) -> object:
+    def leaf_of(path: tuple[object, ...], _: object) -> jax.Array | LazyArray:
         layer_name = owner(path, locations)
         if layer_name is None:
             return leaves[path]
@@ -128,8 +128,8 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
 
 
 def stack_state(
-    stack: Stack, state: optax.OptState, abstract: Mapping[str, jax.ShapeDtypeStruct], *, used_up: bool = False
-) -> object:
+    stack: Stack, state: optax.OptState, abstract: optax.OptState, *, used_up: bool = False
+) -> optax.OptState:
     """Invert `unstack_state`; the result has the layouts of `abstract`, a state of `per_layer`.
 
     With `used_up`, stacked arrays are reused, and the arrays of all layers are deleted as soon as their stack exists,
@@ -139,7 +139,7 @@ def stack_state(
         return state
     leaves = dict(tree_leaves_with_path(state))
 
-    def join(path: tuple[object, ...], target: Any) -> Any:
+    def join(path: tuple[object, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
         name = owner(path, stack.layer_names)
         if name is None:
             return jax.device_put(leaves[path] if used_up else jnp.copy(leaves[path]), target.sharding)
@@ -152,18 +152,18 @@ def stack_state(
     return tree_map_with_path(join, abstract)
 
 
-def _renamed(path: tuple[object, ...], name: str, new: str) -> Any:
+def _renamed(path: tuple[object, ...], name: str, new: str) -> tuple[object, ...]:
     return tuple(DictKey(new) if isinstance(key, DictKey) and key.key == name else key for key in path)
 
 
-def _is_dict(node: object) -> bool:
+def _is_dict(node: object) -> TypeGuard[dict[str, object]]:
     return isinstance(node, dict)
 
 
-def _with_keys(tree: Any, change: Callable[[str], str | None]) -> object:
+def _with_keys(tree: optax.Params, change: Callable[[str], str | None]) -> optax.Params:
     """Apply `change` to the dict keys of a tree, dropping entries whose new key is None."""
 
-    def changed(node: Any) -> object:
+    def changed(node: object) -> object:
         if not _is_dict(node):
             return node
         return {new: _with_keys(value, change) for key, value in node.items() if (new := change(key)) is not None}
@@ -171,7 +171,7 @@ def _with_keys(tree: Any, change: Callable[[str], str | None]) -> object:
     return jax.tree.map(changed, tree, is_leaf=_is_dict)
 
 
-def _union(tree: Any, other: object) -> object:
+def _union(tree: optax.Params, other: optax.Params) -> optax.Params:
     """Merge two trees that differ only in the keys of their dicts."""
 
     def merge_node(a: Any, b: Any) -> object:

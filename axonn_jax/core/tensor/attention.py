@@ -61,7 +61,7 @@ def angles(rotation: Rotation, length: int, positions: jax.Array | None = None) 
     # In float64 on the host, so that angles are rounded only once, when the tables become float32.
     radians = np.outer(np.arange(length, dtype=np.float64), np.array(rotation.frequencies))
 
-    def of_tokens(table: np.ndarray[Any, Any]) -> jax.Array:
+    def of_tokens(table: np.ndarray) -> jax.Array:
         values = jnp.asarray(rotation.amplitude * table, jnp.float32)
         return values[None, :, None, :] if positions is None else jnp.take(values, positions, axis=0)[:, :, None, :]
 

@@ -5,7 +5,7 @@ Logits are never gathered, and only a part of them exists in float32 at a time.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from axonn_jax.core.tensor.collectives import FEATURE_AXIS, all_reduce, all_redu
 from axonn_jax.core.tensor.elementwise import capped
 from axonn_jax.core.tensor.kernel_choice import loss_chunk
 from axonn_jax.core.tensor.linear import matmul
+
+Carry = TypeVar("Carry")
+Results = TypeVar("Results")
 
 VOCAB_AXIS = "y"
 
@@ -194,8 +197,8 @@ def _zero(rows: jax.Array) -> jax.Array:
 
 
 def _loop(
-    f: Callable[[Any, Tokens], tuple[object, object]], carry: object, tokens: Tokens, chunk: int
-) -> tuple[Any, Any]:
+    f: Callable[[Carry, Tokens], tuple[Carry, Results]], carry: Carry, tokens: Tokens, chunk: int
+) -> tuple[Carry, Results]:
     """Scan `f` over chunks of `chunk` tokens; the last chunk may be shorter."""
     count = tokens[0].shape[0]
     if count == chunk:

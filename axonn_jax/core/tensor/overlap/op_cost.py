@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from axonn_jax.core.hardware import H100, Link
 
@@ -73,7 +73,7 @@ def flops(eqn: JaxprEqn) -> float:
     return 2.0 * aval_of(eqn.outvars[0]).size * float(prod(shape[d] for d in contract))
 
 
-def aval_of(atom: Any) -> Any:
+def aval_of(atom: Var | Literal) -> Any:
     """Return the abstract value (shape and dtype) of a variable or literal."""
     return atom.aval
 

@@ -69,12 +69,12 @@ def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
     return False
 
 
-def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[object]]:
+def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Var | Literal]]:
     """Return the equations with calls inlined, and the outputs; recomputation stays separate from the forward pass."""
     out: list[JaxprEqn] = []
 
-    def add(jaxpr: Jaxpr, names: dict[Var, object], outer: bool) -> None:
-        def name(v: Any) -> Any:
+    def add(jaxpr: Jaxpr, names: dict[Var, Var | Literal], outer: bool) -> None:
+        def name(v: Var | Literal) -> Var | Literal:
             return v if isinstance(v, Literal) else names.get(v, v)
 
         for eqn in jaxpr.eqns:
@@ -94,7 +94,7 @@ def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[object]]:
             results = [v if isinstance(v, Literal) else mapping.get(v, v) for v in body.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
 
-    top: dict[Var, object] = {}
+    top: dict[Var, Var | Literal] = {}
     add(jaxpr, top, True)
     return out, [v if isinstance(v, Literal) else top.get(v, v) for v in jaxpr.outvars]
 
@@ -115,7 +115,7 @@ def _fresh_var(v: Any) -> Var:
     return type(v)(v.aval)  # type: ignore[no-any-return]
 
 
-def _behind_barrier(values: list[object], out: list[JaxprEqn]) -> list[object]:
+def _behind_barrier(values: list[Var | Literal], out: list[JaxprEqn]) -> list[Var | Literal]:
     # As `jax.checkpoint` does: without a barrier XLA would eliminate the recomputation as a common subexpression.
     (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
     results = []
@@ -128,7 +128,7 @@ def _behind_barrier(values: list[object], out: list[JaxprEqn]) -> list[object]:
     return results
 
 
-def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListScheduler) -> ClosedJaxpr:
+def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Var | Literal], scheduler: ListScheduler) -> ClosedJaxpr:
     """Write the order into the program as dependencies.
 
     Each matmul depends on the previous one, and users of a collective's result depend on the last matmul that ran
@@ -138,9 +138,9 @@ def _with_ties(closed: ClosedJaxpr, outvars: Sequence[Any], scheduler: ListSched
     # Bit sets: a dependency that the program implies already needs no tie.
     ancestors: dict[int, int] = {}
     out: list[JaxprEqn] = []
-    names: dict[Var, Any] = {}
+    names: dict[Var, Var | Literal] = {}
 
-    def tied(x: object, earlier: Var) -> Var:
+    def tied(x: Var | Literal, earlier: Var) -> Var:
         out.append(tie(x, earlier))
         return out[-1].outvars[0]
 
@@ -195,7 +195,7 @@ def _is_number(v: Var) -> bool:
     return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
 
 
-def _ties() -> Callable[[object, object], JaxprEqn]:
+def _ties() -> Callable[[Var | Literal, Var], JaxprEqn]:
     # Traced here and not once per process, since an equation belongs to the mesh it was traced on.
     (eqn,) = jax.make_jaxpr(depend_on)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_fresh_var(x)])
