@@ -50,7 +50,7 @@ def number_of(weight: jax.Array | LazyArray) -> int:
     return int(_mixed(materialize(weight)))
 
 
-def numbers_of(weights: Mapping[str, jax.Array], rounded: Mapping[str, int]) -> dict[str, int]:
+def numbers_of(weights: Mapping[str, jax.Array | LazyArray], rounded: Mapping[str, int]) -> dict[str, int]:
     """Return the numbers of weights by name, taking those in `rounded` from before they were rounded to float16."""
     return {name: rounded[name] if name in rounded else number_of(value) for name, value in weights.items()}
 

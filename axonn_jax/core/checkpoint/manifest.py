@@ -200,7 +200,7 @@ def latest(directory: str | Path) -> Path | None:
     return next(iter(all_steps(inside(Path(directory)))), None)
 
 
-def _render(value: Any) -> str:
+def _render(value: object) -> str:
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -140,7 +139,7 @@ class OrbaxWriter:
             raise
 
 
-def _in_host_memory(value: Any) -> bool:
+def _in_host_memory(value: jax.Array) -> bool:
     return bool(value.sharding.memory_kind == HOST)
 
 
@@ -162,7 +161,10 @@ class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     """Orbax's writer of arrays in one transaction, so that all arrays fail together."""
 
     async def serialize(
-        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[object] | None = None
+        self,
+        values: Sequence[jax.Array],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[object] | None = None,
     ) -> Sequence[object]:
         """Copy the arrays to the host and return futures of their writes; see Orbax."""
         for info in infos:

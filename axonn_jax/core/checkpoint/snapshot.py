@@ -51,7 +51,7 @@ def on_the_hosts_cores(value: Any) -> bool:
     return all(computes_on_cores(device.platform) for device in value.sharding.device_set)
 
 
-def _key(index: tuple[slice, ...]) -> Any:
+def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((part.start, part.stop) for part in index)
 
 

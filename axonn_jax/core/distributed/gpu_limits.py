@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable for pinned host memory in GiB, read when the backend starts; memory is allocated on demand."""
@@ -52,7 +55,7 @@ def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) * GIB
 
 
-def check_pinned(per_device: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
+def check_pinned(per_device: int, devices: Sequence["jax.Device"], environ: Mapping[str, str] = os.environ) -> None:
     """Check that this process may pin the host memory of its devices' optimizer state.
 
     Args:

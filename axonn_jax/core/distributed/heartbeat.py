@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.distributed.gossip import PATIENT, SIZE, Gossip, RankStatus, Report
 from axonn_jax.core.grid import Grid
@@ -65,7 +65,7 @@ class Heartbeat:
         self._rank, self._run_name = rank, "pipeline" if self._pipe > 1 else "run"
         self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == hostname and peer != rank]
         self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
-        self._sending: dict[int, Any] = {}
+        self._sending: dict[int, MPI.Request] = {}
         self._record = bytearray(SIZE)
         self._wake_read = self._wake_write = -1
         self._previous_fd: int | None = None

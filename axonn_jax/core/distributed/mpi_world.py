@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from axonn_jax.core.distributed.network import keep_mpi_local, offer
 from axonn_jax.core.distributed.processes import World, binding_notice
@@ -46,7 +47,7 @@ def meeting_place(comm: "MPI.Comm") -> "tuple[int, str, MPI.Comm]":
     return hosts, comm.bcast(offer(hosts) if comm.Get_rank() == 0 else None), on_host
 
 
-def _mpi(field: str, value: str) -> Any:
+def _mpi(field: str, value: str) -> ModuleType:
     """Return ``mpi4py.MPI``, initialized (THREAD_MULTIPLE); raise ``UserError`` on `field` if that fails."""
     try:
         import mpi4py

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,13 +95,13 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def _flat(tree: Any) -> dict[str, Any]:
+def _flat(tree: optax.Params) -> dict[str, jax.Array]:
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     _check_outside(flat)
     return flat
 
 
-def _check_outside(values: dict[str, object]) -> None:
+def _check_outside(values: Mapping[str, object]) -> None:
     """Raise ``UserError`` inside a JAX transformation."""
     # A fresh array shows a surrounding `jax.jit` even where no argument is traced.
     if any(isinstance(value, jax.core.Tracer) for value in (*values.values(), jnp.zeros(()))):

@@ -1,5 +1,6 @@
 """Layer runner of training, with sub-batches and activation recomputation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def layer_runner(model: Model, activations: Activations, *, regather: bool = Tru
     return keep_all if activations == "none" else recompute
 
 
-def _saveable(activations: Activations) -> Any:
+def _saveable(activations: Activations) -> Callable[..., bool]:
     """Return JAX's policy for the values, besides its input, that a recomputed layer keeps."""
     # Every policy saves the router's choices: a recomputation that rounds differently could send a token elsewhere.
     policies = jax.checkpoint_policies

@@ -196,7 +196,7 @@ def report(
     }
 
 
-def write(reports: Mapping[int, Mapping[str, Any]], directory: Path, say: Callable[[str], None]) -> None:
+def write(reports: Mapping[int, Mapping[str, object]], directory: Path, say: Callable[[str], None]) -> None:
     """Write the reports of a run's stages to memory.json in `directory`, and print the first one's lines."""
     try:
         write_atomically(directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.typing import DTypeLike
 
 from axonn_jax.core.adapters.checksum import numbers_of, read_numbered
 from axonn_jax.core.checkpoint.naming import shapes
+from axonn_jax.core.memory.host_arrays import LazyArray
 from axonn_jax.core.models.stacked import Stack
 from axonn_jax.core.state.scanned import unstack_params
 from axonn_jax.core.tensor.params import Params
@@ -35,7 +35,7 @@ class FrozenWeights:
         """Stacked arrays, under the names that the programs use."""
 
     @property
-    def per_layer(self) -> Mapping[str, Any]:
+    def per_layer(self) -> Mapping[str, jax.Array | LazyArray]:
         """Weights under per-layer names, scanned ones as `LayerSlice`s; nothing is copied."""
         return unstack_params(self._stack, self.arrays)
 

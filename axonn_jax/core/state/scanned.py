@@ -174,7 +174,7 @@ def _with_keys(tree: optax.Params, change: Callable[[str], str | None]) -> optax
 def _union(tree: optax.Params, other: optax.Params) -> optax.Params:
     """Merge two trees that differ only in the keys of their dicts."""
 
-    def merge_node(a: Any, b: Any) -> object:
+    def merge_node(a: object, b: Any) -> object:
         return {**a, **b, **{key: _union(a[key], b[key]) for key in a.keys() & b.keys()}} if _is_dict(a) else a
 
     return jax.tree.map(merge_node, tree, other, is_leaf=_is_dict)

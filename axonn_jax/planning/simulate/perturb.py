@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import exp, inf
 from statistics import NormalDist
-from typing import Any
 
 from axonn_jax.core.errors import UserError
 from axonn_jax.pipe.schedule.policies import Policy
@@ -83,13 +83,13 @@ def simulate_perturbed(
     def message_time(message: Message) -> float:
         return jittered(times.message, 8 + (message.direction == "backward"), message)
 
-    hooks: dict[str, Any] = {"message_time": message_time, "progress": progress}
-    healthy = simulate(pipe_shape, policy, task_time=task_time, **hooks)
+    run = partial(simulate, pipe_shape, policy, message_time=message_time, progress=progress)
+    healthy = run(task_time=task_time)
     # Until it fails a rank behaves as in the healthy run, so that run tells which task it does not finish.
     if not (lost := _lost(healthy, by.failed)):
         return healthy
     # The lost tasks never end, so the tasks that depend on them do not end either.
-    broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **hooks)
+    broken = run(task_time=lambda task: inf if task in lost else task_time(task))
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)
     busy, peak = [0.0] * pipe_shape.pipe, broken.peak_live

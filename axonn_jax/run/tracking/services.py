@@ -64,8 +64,8 @@ class WandbTracker:
 
         def media(value: Value) -> object:
             if isinstance(value, list):
-                columns: list[Any] = list(value[0]) if value else []
-                rows: list[Any] = [[row.get(name) for name in columns] for row in value]
+                columns: list[str] = list(value[0]) if value else []
+                rows: list[list[object]] = [[row.get(name) for name in columns] for row in value]
                 return wandb.Table(columns=columns, data=rows)
             return wandb.Image(str(value)) if isinstance(value, Path) else value
 

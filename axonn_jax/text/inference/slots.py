@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from axonn_jax.core.errors import UserError, integer
 from axonn_jax.core.grid import BATCH_AXES
 from axonn_jax.text.inference.cache import chunks
 from axonn_jax.text.inference.programs import ROWS, Chunk, Copy, Slots
+
+T = TypeVar("T")
 
 NO_KEY = (0, 0)
 
@@ -107,7 +109,7 @@ def checked(request: Request, vocab: int, length: int) -> Request:
     return Request(prompt, tokens, integer("sample", request.sample, 0, 2**32 - 1))
 
 
-def put(tree: Any, spec: P, mesh: Mesh) -> Any:
+def put(tree: T, spec: P, mesh: Mesh) -> T:
     """Lay out arrays, of which every process has the full values, on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
