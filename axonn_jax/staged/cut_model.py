@@ -16,7 +16,7 @@ from axonn_jax.pipe.schedule.partition import SegmentCost
 from axonn_jax.pipe.schedule.policies import Backwards
 from axonn_jax.pipe.schedule.tasks import PipelineShape
 from axonn_jax.staged.crossing import Crossing
-from axonn_jax.staged.loss_trace import LossTrace, Replicas, Slot, trace_loss
+from axonn_jax.staged.loss_trace import LossTrace, Replicas, TraceSlot, trace_loss
 from axonn_jax.staged.stage import LossStage, StageSides
 from axonn_jax.staged.stage_trace import StageBuilder, float_positions, name_of, shapes, stage_parts
 from axonn_jax.staged.units import Flow, Unit, bytes_of, units_of
@@ -81,7 +81,7 @@ class CutModel:
             raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
         for name in sorted(written):
             readers = [number for number, part in enumerate(train) if name in part.state]
-            writers = [n for n, part in enumerate(train) if Slot("state", name) in part.results]
+            writers = [n for n, part in enumerate(train) if TraceSlot("state", name) in part.results]
             if set(readers) - set(writers):
                 accepted = f"state that one stage reads and writes; stages {readers} read and {writers} write it"
                 raise UserError("model", name, accepted)
@@ -141,7 +141,7 @@ class CutModel:
         Args:
             arrays: Arrays of a microbatch, by the names of the stages' inputs.
         """
-        rows = [arrays[name_of(Slot("rows", str(at)))] for at in range(len(rows_of(self._batch)))]
+        rows = [arrays[name_of(TraceSlot("rows", str(at)))] for at in range(len(rows_of(self._batch)))]
         fixed = iter([value for name, value in arrays.items() if name.startswith(" fixed")])
         marked = jax.tree.map(
             lambda leaf: Replicated(jax.tree.map(lambda _: next(fixed), leaf.value)) if is_replicated(leaf) else leaf,
@@ -220,7 +220,7 @@ class CutModel:
         replicas = self.replicas
         over = replicas.row_axes(self._rows)
         forms: dict[str, Any] = {
-            name_of(Slot("state", name)): replicas.by_replica(value) for name, value in self._state.items()
+            name_of(TraceSlot("state", name)): replicas.by_replica(value) for name, value in self._state.items()
         }
         by_slot = {slot: var.aval for flow in self._flows for var, slot in flow.slot_of.items()}
         for slot, aval in by_slot.items():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.any_flax.modules.batches import TreeBatches, rows_of
-from axonn_jax.any_flax.modules.loss_model import LossModel, say_first
+from axonn_jax.any_flax.modules.loss_model import LossModel
 from axonn_jax.any_flax.modules.metrics import Weight, is_total
 from axonn_jax.any_flax.modules.program import LossProgram
 from axonn_jax.any_flax.modules.row_verdict import verdict_of
@@ -20,6 +20,7 @@ from axonn_jax.core.errors import UserError
 from axonn_jax.core.options import Rows
 from axonn_jax.core.tensor.params import Params, copied
 from axonn_jax.core.tensor.specs import is_replicated, values_of
+from axonn_jax.core.terminal import say
 from axonn_jax.pipe.job import PipelineJob, RankStates
 from axonn_jax.pipe.stages import build
 from axonn_jax.pipe.stages.cut import ranges_of
@@ -55,7 +56,7 @@ class LossJob(PipelineJob):
         self._check_rows(batch)
         if self._cut is None:
             self._cut = cut
-            say_first(*cut.report())
+            self._say(*cut.report())
         elif set(map(frozenset, cut.names)) != set(map(frozenset, self._cut.names)):
             accepted = "batches whose loss reads the parameters of every stage that the first batch's did"
             raise UserError("batch", form, accepted)
@@ -160,6 +161,10 @@ class LossJob(PipelineJob):
             else [*self._cut.report(), *build.schedule_lines(self.shape, self.pipeline.policy, channel)]
         )
 
+    def _say(self, *lines: str) -> None:
+        if self.grid.rank == 0:
+            say("\n".join(lines))
+
     @property
     def _tree_batches(self) -> TreeBatches:
         assert isinstance(self.batches, TreeBatches)
@@ -194,7 +199,7 @@ class LossJob(PipelineJob):
         if parts == (1, 1):
             return
         if self.rows == "parts":
-            say_first('rows="parts": the loss of parts of the rows is not compared with that of all rows')
+            self._say('rows="parts": the loss of parts of the rows is not compared with that of all rows')
             return
         model = next(iter(self.models.values()))
         program = LossProgram(self.parts, self.grid, self.precisions, self.memory, model=model, weight=self.weight)
@@ -206,7 +211,7 @@ class LossJob(PipelineJob):
         # Without replicas a microbatch is seen as it is without a pipeline.
         if verdict.in_turn or batches.replicas == 1:
             count = batches.microbatches
-            say_first(f"rows: {reason}; microbatches = {count} change what is learned, 1 would not")
+            self._say(f"rows: {reason}; microbatches = {count} change what is learned, 1 would not")
             return
         accepted = f'"parts", to train on the loss of parts of the rows: no stage of a pipeline sees all; {reason}'
         raise UserError("rows", self.rows, accepted)

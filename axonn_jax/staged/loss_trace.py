@@ -20,7 +20,7 @@ from axonn_jax.core.tensor.params import key_of
 from axonn_jax.core.tensor.specs import Replicated, is_replicated, size_over
 
 
-class Slot(NamedTuple):
+class TraceSlot(NamedTuple):
     """Name of an input or a result of a traced loss."""
 
     kind: str
@@ -35,8 +35,8 @@ class LossTrace:
     """A loss traced on the microbatch of one replica."""
 
     closed: compat.ClosedJaxpr
-    inputs: tuple[Slot, ...]
-    results: tuple[Slot, ...]
+    inputs: tuple[TraceSlot, ...]
+    results: tuple[TraceSlot, ...]
     aux: Any
     """Structure of the metrics."""
 
@@ -126,15 +126,21 @@ def trace_loss(
     fixed = [leaf.value for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if is_replicated(leaf)]
     fixed_leaves, fixed_tree = jax.tree.flatten(fixed)
     draws = training and model.draws
-    inputs: dict[Slot, Any] = {Slot("param", n): jax.ShapeDtypeStruct(p.shape, jnp.float32) for n, p in params.items()}
-    inputs |= {Slot("state", name): jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in state.items()}
+    inputs: dict[TraceSlot, Any] = {
+        TraceSlot("param", n): jax.ShapeDtypeStruct(p.shape, jnp.float32) for n, p in params.items()
+    }
+    inputs |= {
+        TraceSlot("state", name): jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in state.items()
+    }
     for kind, leaves in (("rows", rows_of(batch)), ("fixed", fixed_leaves)):
-        inputs |= {Slot(kind, str(at)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for at, leaf in enumerate(leaves)}
-    inputs |= {Slot(kind): jax.ShapeDtypeStruct((), jnp.float32) for kind in ("share", "scale")}
+        inputs |= {
+            TraceSlot(kind, str(at)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for at, leaf in enumerate(leaves)
+        }
+    inputs |= {TraceSlot(kind): jax.ShapeDtypeStruct((), jnp.float32) for kind in ("share", "scale")}
     if draws:
-        inputs[Slot("key")] = jax.eval_shape(lambda: key_of(0))
-        inputs[Slot("number")] = jax.ShapeDtypeStruct((), jnp.uint32)
-    results: list[Slot] = []
+        inputs[TraceSlot("key")] = jax.eval_shape(lambda: key_of(0))
+        inputs[TraceSlot("number")] = jax.ShapeDtypeStruct((), jnp.uint32)
+    results: list[TraceSlot] = []
     structure: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -146,20 +152,20 @@ def trace_loss(
         key = None
         if draws:
             # Parts draw as those of a loss without a pipeline do: `data = 2` with 4 microbatches as 1 with 8.
-            number = by_slot[Slot("number")] * jnp.uint32(replicas.count)
-            key = jax.random.fold_in(by_slot[Slot("key")], number + lax.axis_index(REPLICAS).astype(jnp.uint32))
+            number = by_slot[TraceSlot("number")] * jnp.uint32(replicas.count)
+            key = jax.random.fold_in(by_slot[TraceSlot("key")], number + lax.axis_index(REPLICAS).astype(jnp.uint32))
         values = iter(jax.tree.unflatten(fixed_tree, list(of("fixed").values())))
         tree = jax.tree.map(
             lambda leaf: Replicated(next(values)) if is_replicated(leaf) else leaf, batch, is_leaf=is_replicated
         )
         rows = with_rows(tree, list(of("rows").values()))
         result = model.run(of("param"), of("state"), key, rows, training=training, strategy="parts")
-        share = by_slot[Slot("share")]
-        loss = share_of(result.loss, share) * by_slot[Slot("scale")]
+        share = by_slot[TraceSlot("share")]
+        loss = share_of(result.loss, share) * by_slot[TraceSlot("scale")]
         leaves, tree = jax.tree.flatten(averaged(share, result.aux))
         structure[:] = [tree]
-        results[:] = [Slot("loss"), *(Slot("aux", str(at)) for at in range(len(leaves)))]
-        results.extend(Slot("state", name) for name in sorted(result.carried))
+        results[:] = [TraceSlot("loss"), *(TraceSlot("aux", str(at)) for at in range(len(leaves)))]
+        results.extend(TraceSlot("state", name) for name in sorted(result.carried))
         return [loss, *leaves, *(result.carried[name] for name in sorted(result.carried))]
 
     closed = inlined(replicas.traced(with_sliced_pooling(flat), list(inputs.values())))

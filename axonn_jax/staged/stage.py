@@ -13,7 +13,7 @@ from axonn_jax.pipe.stages.stage import GroupState, goals_of
 from axonn_jax.pipe.stages.stage_programs import Result, StageFunction, StagePrograms
 from axonn_jax.pipe.stages.trace import DY, X
 from axonn_jax.staged.crossing import Crossing
-from axonn_jax.staged.loss_trace import Replicas, Slot
+from axonn_jax.staged.loss_trace import Replicas, TraceSlot
 from axonn_jax.staged.stage_trace import StageRegion
 
 STATE = " state "
@@ -51,7 +51,7 @@ class LossStage:
         sides: StageSides,
         function: StageFunction,
         evaluation: StageFunction,
-        slots: tuple[Mapping[int, Slot], Mapping[int, Slot]],
+        slots: tuple[Mapping[int, TraceSlot], Mapping[int, TraceSlot]],
         sums: Mapping[str, jax.ShapeDtypeStruct],
         *,
         activations: Activations,

@@ -18,7 +18,7 @@ from axonn_jax.pipe.stages.region import Region
 from axonn_jax.pipe.stages.stage_programs import StageFunction
 from axonn_jax.pipe.stages.trace import DY, Traced, X
 from axonn_jax.staged.crossing import Crossing
-from axonn_jax.staged.loss_trace import Replicas, Slot
+from axonn_jax.staged.loss_trace import Replicas, TraceSlot
 from axonn_jax.staged.units import Flow, needed
 
 
@@ -28,10 +28,10 @@ class StagePart:
 
     closed: compat.ClosedJaxpr
     """Inputs: those of `slots`, then `arriving`. Results: those of the loss, then `leaving`."""
-    slots: tuple[Slot, ...]
+    slots: tuple[TraceSlot, ...]
     arriving: tuple[Var, ...]
     leaving: tuple[Var, ...]
-    results: tuple[Slot, ...]
+    results: tuple[TraceSlot, ...]
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def stage_parts(flow: Flow, cuts: Sequence[int]) -> list[StagePart]:
     for number, begin in enumerate(bounds[:-1]):
         end, last = bounds[number + 1], number == len(cuts)
         arriving, leaving = flow.crossing(begin), [] if last else flow.crossing(end)
-        slots: list[Slot] = []
+        slots: list[TraceSlot] = []
         outvars: list[Any] = []
         for var, slot in zip(jaxpr.outvars, results, strict=True):
             if slot.kind == "state":
@@ -81,7 +81,7 @@ def stage_parts(flow: Flow, cuts: Sequence[int]) -> list[StagePart]:
     return parts
 
 
-def name_of(slot: Slot) -> str:
+def name_of(slot: TraceSlot) -> str:
     """Return the name of a stage's input; the leading space keeps it distinct from paths of parameters."""
     return slot.name if slot.kind == "param" else f" {slot.kind} {slot.name}".rstrip()
 
@@ -114,7 +114,7 @@ class StageBuilder:
     incoming: Crossing | None
     outgoing: Crossing | None
 
-    def function(self, part: StagePart, *, backward: bool) -> tuple[StageFunction, dict[int, Slot]]:
+    def function(self, part: StagePart, *, backward: bool) -> tuple[StageFunction, dict[int, TraceSlot]]:
         """Return a stage's forward pass, and its backward pass if asked for, traced as one function.
 
         Beside it are the loss's other results by position.
@@ -135,7 +135,7 @@ class StageBuilder:
         last = self.outgoing is None
         heads: dict[int, Any] = {}
         gradients: dict[int, str] = {}
-        further: dict[int, Slot] = {}
+        further: dict[int, TraceSlot] = {}
         arriving, leaving = shapes(part.arriving), shapes(part.leaving)
         floats_in, floats_out = float_positions(arriving), float_positions(leaving)
 

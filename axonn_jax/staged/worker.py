@@ -14,12 +14,12 @@ from axonn_jax.core.tensor.params import Params, Specs
 from axonn_jax.core.tensor.weight_gather import Weights
 from axonn_jax.pipe.stages.rank_worker import RankWorker
 from axonn_jax.pipe.stages.stage_programs import Result
-from axonn_jax.staged.loss_trace import Replicas, Slot
+from axonn_jax.staged.loss_trace import Replicas, TraceSlot
 from axonn_jax.staged.stage import STATE, LossStage
 from axonn_jax.staged.stage_trace import name_of
 
-KEY, NUMBER = name_of(Slot("key")), name_of(Slot("number"))
-SHARE, SCALE = name_of(Slot("share")), name_of(Slot("scale"))
+KEY, NUMBER = name_of(TraceSlot("key")), name_of(TraceSlot("number"))
+SHARE, SCALE = name_of(TraceSlot("share")), name_of(TraceSlot("scale"))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def compile_abstract(
     comm: BlockComm = ALL_REDUCE,
     moe: MoeConfig = MoeConfig(),  # noqa: B008
     lora: LoraConfig = LoraConfig(),  # noqa: B008
-    compiler_options: dict[str, str] | None = None,
+    compiler_options: dict[str, str | bool] | None = None,
 ) -> "jax.stages.Compiled":
     """Return the compiled step of a `Trainer` with these settings and `sequences` per step, without allocating arrays.
 

@@ -148,8 +148,7 @@ class MpiSync(HostSync):
 
         if not values:
             return {}
-        ((pp_rank, value),) = values.items()
-        peers = [at for at in pp_ranks if at != pp_rank]
+        ((pp_rank, value),), peers = values.items(), [at for at in pp_ranks if at not in values]
         form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
         outgoing = [shards.host_bytes(shard) for shard in shards.local_shards(value)]
         incoming = {peer: [shards.empty_bytes(shards.shard_bytes(form)) for _ in outgoing] for peer in peers}

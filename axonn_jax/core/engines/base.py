@@ -28,7 +28,9 @@ from axonn_jax.core.tensor.params import Params
 class HasEngine(Protocol):
     """Object, as a trainer, that an engine runs the steps of."""
 
-    engine: Engine
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
 
 
 P = ParamSpec("P")

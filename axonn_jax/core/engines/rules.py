@@ -62,11 +62,13 @@ OFFLOAD = Condition("where memory.offload is optimizer", lambda settings: settin
 NO_OFFLOAD = Condition("where memory.offload is none", lambda settings: settings.memory.offload == "none")
 PRUNED = Condition("where weights are pruned", lambda settings: settings.prune.prunes)
 LOSS = Condition("with loss=", lambda settings: settings.loss)
+LOSS_AT_ONCE = Condition("with loss= and no pipeline", lambda settings: settings.loss and settings.grid.pipe == 1)
 DENSE = Condition("in a model without model.experts", lambda settings: not settings.experts)
 ADAPTED = Condition("with adapters", lambda settings: settings.lora.adapts)
 ONCE = Condition("where train.eval_every is 0", lambda settings: not settings.train.eval_every)
-_HONOURED = {"precision", "accumulate", "offload", "resident", "zero", "bucket"}
-"""Fields of [memory] and [tensor] that apply to any Flax model; the others only affect the package's own layers."""
+_HONOURED = {"precision", "accumulate", "activations", "offload", "resident", "zero", "bucket"}
+"""Fields of [memory] and [tensor] that apply to any Flax model, or have a rule of their own; the others only affect the
+package's own layers."""
 
 
 def _defaults(table: str, table_type: type, condition: Condition, why: dict[str, str] = {}) -> Iterator[Rule]:  # noqa: B006
@@ -100,10 +102,12 @@ RULES = (
     ),
     Rule("train.patience", (0,), ONCE, ": an evaluation at the end ends nothing early"),
     Rule("grid.expert", (1,), LOSS),
-    *_defaults(
-        "memory", MemoryConfig, LOSS,
-        {"activations": "; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them"},
+    Rule(
+        "memory.activations", ("none",), LOSS_AT_ONCE,
+        "; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them",
     ),
+    Rule("memory.activations", ("none", "full", "dots", "save_collectives"), LOSS),
+    *_defaults("memory", MemoryConfig, LOSS),
     *_defaults("tensor", TensorConfig, LOSS),
     *_defaults("moe", MoeConfig, DENSE),
 )  # fmt: skip
