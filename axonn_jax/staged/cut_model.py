@@ -80,7 +80,7 @@ class CutModel:
         if strange := sorted(written & self._sizes.keys()):
             raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
         for name in sorted(written):
-            readers = [number for number, part in enumerate(train) if name in part.state]
+            readers = [number for parts in self._parts for number, part in enumerate(parts) if name in part.state]
             writers = [n for n, part in enumerate(train) if TraceSlot("state", name) in part.results]
             if set(readers) - set(writers):
                 accepted = f"state that one stage reads and writes; stages {readers} read and {writers} write it"

@@ -126,16 +126,11 @@ def trace_loss(
     fixed = [leaf.value for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if is_replicated(leaf)]
     fixed_leaves, fixed_tree = jax.tree.flatten(fixed)
     draws = training and model.draws
-    inputs: dict[TraceSlot, Any] = {
-        TraceSlot("param", n): jax.ShapeDtypeStruct(p.shape, jnp.float32) for n, p in params.items()
-    }
-    inputs |= {
-        TraceSlot("state", name): jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in state.items()
-    }
+    struct = jax.ShapeDtypeStruct
+    inputs: dict[TraceSlot, Any] = {TraceSlot("param", n): struct(p.shape, jnp.float32) for n, p in params.items()}
+    inputs |= {TraceSlot("state", name): struct(value.shape, value.dtype) for name, value in state.items()}
     for kind, leaves in (("rows", rows_of(batch)), ("fixed", fixed_leaves)):
-        inputs |= {
-            TraceSlot(kind, str(at)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for at, leaf in enumerate(leaves)
-        }
+        inputs |= {TraceSlot(kind, str(at)): struct(leaf.shape, leaf.dtype) for at, leaf in enumerate(leaves)}
     inputs |= {TraceSlot(kind): jax.ShapeDtypeStruct((), jnp.float32) for kind in ("share", "scale")}
     if draws:
         inputs[TraceSlot("key")] = jax.eval_shape(lambda: key_of(0))

@@ -52,25 +52,25 @@ class Flow:
         # Values that depend on parameters or state, and values that depend on the batch; constants are neither.
         free = {var for var, slot in self.slot_of.items() if slot.kind in FREE}
         given = set(self.slot_of) - free
-        params_of: dict[Var, frozenset[str]] = {
-            var: frozenset({slot.name}) for var, slot in self.slot_of.items() if slot.kind == "param"
+        arrays_of: dict[Var, frozenset[str]] = {
+            var: frozenset({slot.name}) for var, slot in self.slot_of.items() if slot.kind in FREE
         }
         self.read_at: dict[str, list[int]] = {}
-        """Steps that read a parameter, or a value that depends on parameters alone, by path."""
+        """Steps that read a parameter or state, or a value that depends on these alone, by path."""
         for eqn in jaxpr.eqns:
             self.producer.update((var, eqn) for var in eqn.outvars)
             read = [atom for atom in eqn.invars if isinstance(atom, Var)]
-            params: frozenset[str] = frozenset().union(*(params_of.get(var, frozenset()) for var in read))
+            arrays: frozenset[str] = frozenset().union(*(arrays_of.get(var, frozenset()) for var in read))
             of_free, of_given = (any(var in group for var in read) for group in (free, given))
             if of_free and of_given:
                 number = len(self.steps)
                 self.steps.append(eqn)
                 self.step_of.update((var, number) for var in eqn.outvars)
-                for name in params:
+                for name in arrays:
                     self.read_at.setdefault(name, []).append(number)
                 self.last_read.update((var, number) for var in read if var in self.step_of)
             elif of_free:
-                params_of.update((var, params) for var in eqn.outvars)
+                arrays_of.update((var, arrays) for var in eqn.outvars)
             for group, member in ((free, of_free), (given, of_given)):
                 group.update(eqn.outvars if member else ())
         end = len(self.steps)
@@ -95,9 +95,10 @@ class Flow:
 def units_of(flow: Flow, sizes: Mapping[str, int]) -> list[Unit]:
     """Return the units of a traced loss, in order.
 
-    A unit begins where the program first reads a parameter of the next module: of the next entry of a list of layers,
-    or of the next module outside of lists. Between the last read of one module's parameters and the first of the next
-    one's, the cut goes where the fewest bytes cross: behind the residual addition, ahead of the norm's mean.
+    A unit begins where the program first reads a parameter or state of the next module: of the next entry of a list of
+    layers, or of the next module outside of lists. Between the last read of one module's arrays and the first of the
+    next one's, the cut goes where the fewest bytes cross: behind the residual addition, ahead of the norm's mean.
+    State counts, so that a BatchNorm's statistics lie with the same stage in a training step and in an evaluation.
 
     Args:
         flow: The traced loss.
@@ -120,7 +121,7 @@ def units_of(flow: Flow, sizes: Mapping[str, int]) -> list[Unit]:
         end = cuts[number + 1][0] if number + 1 < len(cuts) else len(flow.steps)
         params = {name for name, steps in flow.read_at.items() if any(begin <= step < end for step in steps)} - seen
         seen |= params
-        units.append(Unit(module, begin, flops[end] - flops[begin], sum(sizes[name] for name in params)))
+        units.append(Unit(module, begin, flops[end] - flops[begin], sum(sizes.get(name, 0) for name in params)))
     return units
 
 

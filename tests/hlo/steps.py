@@ -1,5 +1,6 @@
 """Steps compiled without arrays, and what is asked of compiled programs: their text, their number of instructions."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hlo.program import parse
@@ -33,7 +34,7 @@ def compile_abstract(
     comm: BlockComm = ALL_REDUCE,
     moe: MoeConfig = MoeConfig(),  # noqa: B008
     lora: LoraConfig = LoraConfig(),  # noqa: B008
-    compiler_options: dict[str, str | bool] | None = None,
+    compiler_options: Mapping[str, str | bool] | None = None,
 ) -> "jax.stages.Compiled":
     """Return the compiled step of a `Trainer` with these settings and `sequences` per step, without allocating arrays.
 

@@ -1,5 +1,6 @@
 """Optimizer step as one compiled program, for real or abstract arrays."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
@@ -140,7 +141,7 @@ class TrainStep(Generic[Placed]):
         self,
         tokens: tuple[int, int, int],
         key: jax.Array | jax.ShapeDtypeStruct | None = None,
-        compiler_options: dict[str, str | bool] | None = None,
+        compiler_options: Mapping[str, str | bool] | None = None,
     ) -> jax.stages.Compiled:
         """Compile the step for the program's parameters without allocating any array.
 
@@ -156,7 +157,7 @@ class TrainStep(Generic[Placed]):
             dtype = p.dtype if name in parts.roles else program.precisions.compute
             frozen[name] = jax.ShapeDtypeStruct(p.shape, dtype, sharding=NamedSharding(mesh, parts.specs[name]))
         arguments = (batch, key, frozen) if frozen else (batch, key)
-        return self.jitted().lower(self.abstract(), *arguments).compile(compiler_options)
+        return self.jitted().lower(self.abstract(), *arguments).compile(dict(compiler_options or {}) or None)
 
     def abstract(self) -> TrainState:
         """Return the abstract state, with layouts."""
