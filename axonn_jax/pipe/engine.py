@@ -19,7 +19,7 @@ from axonn_jax.core.errors import UserError
 from axonn_jax.core.memory.optimizer_state import clip_factor
 from axonn_jax.core.models.vocabulary import without_padding
 from axonn_jax.core.state.param_store import ParamStore, Read
-from axonn_jax.core.tensor.params import Params
+from axonn_jax.core.tensor.params import Params, SplitModule
 from axonn_jax.pipe.channels.choice import choose
 from axonn_jax.pipe.engine_state import PipelineState, global_shapes
 from axonn_jax.pipe.job import PipelineJob
@@ -43,7 +43,7 @@ class PipelineEngine:
     """
 
     def __init__(self, job: PipelineJob, *, clip: float, seed: int):
-        self.grid, self.batches, self.job, self.parts = job.grid, job.batches, job, job.parts
+        self.grid, self.batches, self.job = job.grid, job.batches, job
         self._clip, self._seed = clip, seed
         self.steps_done = 0
         self._pipes: dict[Hashable, build.CompiledPipeline] = {}  # LRU cache by the batch's form, latest last
@@ -75,6 +75,10 @@ class PipelineEngine:
             accepted = "a step or an evaluation first: a batch shows which parameters each stage of your model reads"
             raise UserError("trainer", "without a batch so far", accepted)
         return self._placed
+
+    @property
+    def parts(self) -> SplitModule:  # noqa: D102
+        return self.job.parts
 
     @property
     def params(self) -> Params:

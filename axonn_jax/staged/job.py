@@ -1,6 +1,6 @@
 """Job of any Flax model in a pipeline: a batch shows where its loss is cut, and each process makes its stages alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.any_flax.modules.batches import TreeBatches, rows_of
@@ -34,12 +34,14 @@ from axonn_jax.staged.worker import LossWorker, MicrobatchRows
 class LossJob(PipelineJob):
     """A user's model and loss in a pipeline; see `PipelineJob`."""
 
-    models: Mapping[int, LossModel] = field(default_factory=dict)
-    """The model with abstract arrays, its layers split over the mesh of each rank of this process."""
+    model_on: Callable[[Mesh, Any], LossModel] | None = None
+    """Function from a mesh and the shapes of a batch to the model there, with abstract arrays and split layers."""
     values: Callable[[], Params] = dict
     """Function that makes the values of `state`."""
     weight: Weight | None = None
     rows: Rows = "auto"
+    _models: dict[int, LossModel] = field(default_factory=dict)
+    """The model on the mesh of each rank of this process, once a batch is there."""
     _cut: CutModel | None = None
     _verdicts: dict[str, None] = field(default_factory=dict)
     """Shapes of batches whose loss may run in parts."""
@@ -52,6 +54,8 @@ class LossJob(PipelineJob):
         form = self.form_of(batch)
         if form in self._verdicts:
             return
+        if not self._models:
+            self._make_models(self._part_of(batch))
         cut = self._cut_for(batch)
         self._check_rows(batch)
         if self._cut is None:
@@ -127,7 +131,7 @@ class LossJob(PipelineJob):
         return CompiledRanks(workers, {**returning, **arriving}, returning)
 
     def model(self, params: Params, carried: Params) -> Any:  # noqa: D102
-        return next(iter(self.models.values())).restored(params, carried)
+        return next(iter(self._models.values())).restored(params, carried)
 
     def state_names(self, pp_rank: int) -> Sequence[str]:  # noqa: D102
         return () if self._cut is None else self._cut.state_names(pp_rank)
@@ -172,21 +176,32 @@ class LossJob(PipelineJob):
 
     def _cut_for(self, batch: Any, pp_rank: int | None = None) -> CutModel:
         """Cut the loss of batches of this form, traced on the mesh of a rank."""
-        pp_rank = next(iter(self.models)) if pp_rank is None else pp_rank
+        pp_rank = next(iter(self._models)) if pp_rank is None else pp_rank
+        part = self._part_of(batch)
+        replicas = Replicas(self.grid.meshes[pp_rank])
+        ranges = partial(ranges_of, self.shape, self.pipeline.split)
+        return CutModel(self._models[pp_rank], replicas, self.parts, self.state, part, self.shape, ranges)
+
+    def _part_of(self, batch: Any) -> Any:
+        """Return the shapes of one replica's rows of a microbatch, in the tree of the batch."""
         batches = self._tree_batches
         rows = batches.all_rows(batch) // (batches.microbatches * batches.replicas)
 
         def of_part(leaf: Any) -> Any:
             if is_replicated(leaf):
-                return type(leaf)(
-                    jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), leaf.value)
-                )
+                return type(leaf)(jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), leaf.value))
             return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
-        part = jax.tree.map(of_part, batch, is_leaf=is_replicated)
-        replicas = Replicas(self.grid.meshes[pp_rank])
-        ranges = partial(ranges_of, self.shape, self.pipeline.split)
-        return CutModel(self.models[pp_rank], replicas, self.parts, self.state, part, self.shape, ranges)
+        return jax.tree.map(of_part, batch, is_leaf=is_replicated)
+
+    def _make_models(self, part: Any) -> None:
+        assert self.model_on is not None
+        for pp_rank, mesh in self.grid.meshes.items():
+            with jax.set_mesh(mesh):
+                self._models[pp_rank] = self.model_on(mesh, part)
+        for model in self._models.values():
+            model.params, model.carried = dict(self.parts.params), dict(self.state)
+        self.parts = self.parts._replace(specs=next(iter(self._models.values())).specs)
 
     def _check_rows(self, batch: Any) -> None:
         """Check that the mean loss of all rows is the mean of the parts', as no stage sees all rows.
@@ -201,7 +216,7 @@ class LossJob(PipelineJob):
         if self.rows == "parts":
             self._say('rows="parts": the loss of parts of the rows is not compared with that of all rows')
             return
-        model = next(iter(self.models.values()))
+        model = next(iter(self._models.values()))
         program = LossProgram(self.parts, self.grid, self.precisions, self.memory, model=model, weight=self.weight)
         rows = batches.all_rows(batch)
         verdict = verdict_of(program, dict(model.params), dict(self.state), batch, rows, parts, training=True)

@@ -46,7 +46,7 @@ class LinenLossModel(LossModel):
 
     def __init__(self, tree: Any, loss: Loss, compute: Any, mesh: Mesh):
         leaves, self._tree = tree_flatten_with_path(tree)
-        arrays = {keystr(path, simple=True, separator="."): jnp.asarray(value) for path, value in leaves}
+        arrays = {keystr(path, simple=True, separator="."): _array(value) for path, value in leaves}
         self._names = list(arrays)
         self._collections = set(tree) - {"params"} if isinstance(tree, Mapping) and "params" in tree else set()
         of_params = {n: value for n, value in arrays.items() if n.split(".")[0] not in self._collections}
@@ -55,7 +55,7 @@ class LinenLossModel(LossModel):
         trained = {name for name, value in of_params.items() if is_float(value)}
         super().__init__(arrays, trained, loss, compute, mesh, replicate_state=True)
         if not self.split:
-            stored = {name: Stored(value.shape, value.nbytes, P()) for name, value in self.params.items()}
+            stored = {name: Stored(value.shape, 4 * value.size, P()) for name, value in self.params.items()}
             for name, spec in further_layouts(stored, mesh).items():
                 self.specs[name] = P(*spec, *[None] * (self.params[name].ndim - len(spec)))
         entries = loss.entries if isinstance(loss, LinenLoss) else ()
@@ -104,6 +104,10 @@ class LinenLossModel(LossModel):
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:  # noqa: D102
         values = {**carried, **params}
         return jax.tree.unflatten(self._tree, [in_dtype(values[name], self.dtypes[name]) for name in self._names])
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
 
 
 def _computed_in(loss: Loss, dtype: Any, tree: Any, *args: Any) -> Any:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -186,31 +187,35 @@ def parallelize_linen(
             the loss does not return a scalar or lays an array out on another mesh, or an override matches nothing.
     """
     batch = values_of(batch)
-    _check(loss, params, grid, batch)
+    _check(loss, params, batch)
+    if grid.shape.pipe > 1:
+        accepted = "1 for parallelize_linen; in a pipeline ax.Trainer(params, ..., loss=loss) splits its stages' layers"
+        raise UserError("grid.pipe", grid.shape.pipe, accepted)
     with grid.entered():
-        return _parallelized(loss, params, grid, batch, overrides or {})
+        return parallelized_linen_on(grid.mesh, loss, params, batch, overrides or {})
 
 
-def _parallelized(
-    loss: Loss, params: Any, grid: Grid, batch: Any, overrides: Mapping[str, str]
+def parallelized_linen_on(
+    mesh: Mesh, loss: Loss, params: Any, batch: Any, overrides: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[LinenLoss, Any]:
+    """Return a loss with its layers split over a mesh, and its parameters there; see `parallelize_linen`."""
     key, axes = (key_of(0),) if takes_key(loss) else (), MappedAxes()
 
     def traced(params: Any, batch: Any) -> Any:
         return axes.call(lambda: loss(params, batch, *key))
 
-    plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
+    plain = unboxed(params)
     try:
         plans, leaves, entries = plan_loss(
-            traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides, layers)
+            traced, mesh, plain, batch, lambda layers: choose_overrides(overrides, layers)
         )
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     layouts = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    sharded_params = jax.tree.map(lambda value, leaf: put(value, NamedSharding(grid.mesh, leaf.spec)), plain, layouts)
-    return LinenLoss(loss, grid.mesh, plans, layouts, entries), sharded_params
+    sharded_params = jax.tree.map(lambda value, leaf: put(value, NamedSharding(mesh, leaf.spec)), plain, layouts)
+    return LinenLoss(loss, mesh, plans, layouts, entries), sharded_params
 
 
 _OTHER_PARAMS = (
@@ -222,6 +227,11 @@ _OTHER_PARAMS = (
 """Errors that Flax raises for parameters that do not fit a module."""
 
 
+def unboxed(params: Any) -> Any:
+    """Return a tree of parameters without the axis names that its author gave them."""
+    return jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
+
+
 def _unboxed(leaf: Any) -> Any:
     if not meta.is_axis_metadata(leaf):
         return leaf
@@ -230,9 +240,7 @@ def _unboxed(leaf: Any) -> Any:
         return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else leaf.unbox()
 
 
-def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
-    if grid.shape.pipe > 1:
-        raise UserError("grid.pipe", grid.shape.pipe, "1 for parallelize_linen")
+def _check(loss: Any, params: Any, batch: Any) -> None:
     if isinstance(loss, linen.Module | LinenLoss) or not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (params, batch) that is not parallelized already")
     if not jax.tree.leaves(params) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(params)):
