@@ -171,7 +171,7 @@ class PipelineEngine:
         if loss is not None:
             accepted = "the trainer's own in a pipeline, whose stages are cut from it; trainer.model computes others"
             raise UserError("evaluate: loss", getattr(loss, "__name__", type(loss).__name__), accepted)
-        with self._started(batch) as (pipe, microbatches):
+        with self._started(batch, train=False) as (pipe, microbatches):
             for pp_rank, rank in pipe.ranks.items():
                 rank.begin(self.stores[pp_rank].weights, microbatches, None, train=False)
             orders = {pp_rank: forward_only(self.job.shape, pp_rank) for pp_rank in pipe.ranks}
@@ -228,10 +228,10 @@ class PipelineEngine:
     def _at(self, text: str) -> None:
         self._links.status.now(running=text)
 
-    def _prepare(self, batch: Any) -> tuple[build.CompiledPipeline, list[Any]]:
+    def _prepare(self, batch: Any, *, train: bool) -> tuple[build.CompiledPipeline, list[Any]]:
         if self._half_done:
             self._recover()
-        self.job.settle(batch)
+        self.job.settle(batch, train=train)
         if self._placed is None:
             self._place()
         form = self.job.form_of(batch)
@@ -259,8 +259,8 @@ class PipelineEngine:
             status.now("between steps")
 
     @contextlib.contextmanager
-    def _started(self, batch: Any) -> Iterator[tuple[build.CompiledPipeline, list[Any]]]:
-        prepared = self._prepare(batch)
+    def _started(self, batch: Any, *, train: bool = True) -> Iterator[tuple[build.CompiledPipeline, list[Any]]]:
+        prepared = self._prepare(batch, train=train)
         self._half_done = "tasks"
         try:
             yield prepared

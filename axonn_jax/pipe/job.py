@@ -58,8 +58,12 @@ class PipelineJob(ABC):
         """Parameters of every rank of the pipe; None until a batch has shown them."""
 
     @abstractmethod
-    def settle(self, batch: Any) -> None:
+    def settle(self, batch: Any, *, train: bool) -> None:
         """Cut the model into stages for a batch, if that takes one.
+
+        Args:
+            batch: The batch.
+            train: True ahead of a step, False ahead of an evaluation.
 
         Raises:
             UserError: The model cannot be cut so.

@@ -48,7 +48,7 @@ class TokenJob(PipelineJob):
     def names(self) -> Sequence[tuple[str, ...]]:  # noqa: D102
         return self._names
 
-    def settle(self, batch: np.ndarray) -> None:
+    def settle(self, batch: np.ndarray, *, train: bool) -> None:
         """Do nothing: the model declares its segments."""
 
     def form_of(self, batch: np.ndarray) -> tuple[int, int]:  # noqa: D102

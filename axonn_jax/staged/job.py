@@ -43,28 +43,28 @@ class LossJob(PipelineJob):
     _models: dict[int, LossModel] = field(default_factory=dict)
     """The model on the mesh of each rank of this process, once a batch is there."""
     _cut: CutModel | None = None
-    _verdicts: dict[str, None] = field(default_factory=dict)
-    """Shapes of batches whose loss may run in parts."""
+    _settled: set[tuple[str, bool]] = field(default_factory=set)
+    """Forms of batches whose loss may run in parts, in steps and in evaluations."""
 
     @property
     def names(self) -> Sequence[tuple[str, ...]] | None:  # noqa: D102
         return None if self._cut is None else self._cut.names
 
-    def settle(self, batch: Any) -> None:  # noqa: D102
+    def settle(self, batch: Any, *, train: bool) -> None:  # noqa: D102
         form = self.form_of(batch)
-        if form in self._verdicts:
+        if (form, train) in self._settled:
             return
         if not self._models:
             self._make_models(self._part_of(batch))
         cut = self._cut_for(batch)
-        self._check_rows(batch)
+        self._check_rows(batch, train=train)
         if self._cut is None:
             self._cut = cut
             self._say(*cut.report())
         elif set(map(frozenset, cut.names)) != set(map(frozenset, self._cut.names)):
             accepted = "batches whose loss reads the parameters of every stage that the first batch's did"
             raise UserError("batch", form, accepted)
-        self._verdicts[form] = None
+        self._settled.add((form, train))
 
     def form_of(self, batch: Any) -> str:  # noqa: D102
         leaves, structure = jax.tree.flatten(values_of(batch))
@@ -203,11 +203,11 @@ class LossJob(PipelineJob):
             model.params, model.carried = dict(self.parts.params), dict(self.state)
         self.parts = self.parts._replace(specs=next(iter(self._models.values())).specs)
 
-    def _check_rows(self, batch: Any) -> None:
+    def _check_rows(self, batch: Any, *, train: bool) -> None:
         """Check that the mean loss of all rows is the mean of the parts', as no stage sees all rows.
 
         Raises:
-            UserError: It is not, or nothing shows that it is.
+            UserError: In a step it is not, or nothing shows that it is.
         """
         batches = self._tree_batches
         parts = (batches.microbatches, batches.replicas)
@@ -219,17 +219,19 @@ class LossJob(PipelineJob):
         model = next(iter(self._models.values()))
         program = LossProgram(self.parts, self.grid, self.precisions, self.memory, model=model, weight=self.weight)
         rows = batches.all_rows(batch)
-        verdict = verdict_of(program, dict(model.params), dict(self.state), batch, rows, parts, training=True)
+        verdict = verdict_of(program, dict(model.params), dict(self.state), batch, rows, parts, training=train)
         if verdict.kind == "proven":
             return
         reason = f"the loss is {verdict.reason}: weight= makes it one" if verdict.kind == "weighted" else verdict.reason
+        if not train:
+            self._say(f"evaluate: the loss runs on a replica's microbatch at a time, not on all rows; {reason}")
         # Without replicas a microbatch is seen as it is without a pipeline.
-        if verdict.in_turn or batches.replicas == 1:
+        elif verdict.in_turn or batches.replicas == 1:
             count = batches.microbatches
             self._say(f"rows: {reason}; microbatches = {count} change what is learned, 1 would not")
-            return
-        accepted = f'"parts", to train on the loss of parts of the rows: no stage of a pipeline sees all; {reason}'
-        raise UserError("rows", self.rows, accepted)
+        else:
+            accepted = f'"parts", to train on the loss of parts of the rows: no stage of a pipeline sees all; {reason}'
+            raise UserError("rows", self.rows, accepted)
 
 
 def _by_rows(leaf: np.ndarray, numbers: np.ndarray, local: Sequence[int], replicas: Replicas) -> jax.Array:

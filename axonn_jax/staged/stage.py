@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -70,7 +71,12 @@ class LossStage:
         goals, combined = goals_of(backwards, forward, dx, list(function.gradients), joins=self.joins)
         self._chain = StagePrograms(function, region, goals, sums, activations, combined)
         forward = [0, *sorted(evaluation.further)]
-        self._evaluation = StagePrograms(evaluation, region, {"F": forward}, {}, activations)
+        self._compile_evaluation = lambda: StagePrograms(evaluation, region, {"F": forward}, {}, activations)
+
+    @cached_property
+    def evaluation(self) -> StagePrograms:
+        """Program of an evaluation, compiled on the first use: many runs never evaluate."""
+        return self._compile_evaluation()
 
     def new_states(self) -> GroupState:
         """Return an empty state of a microbatch, before its first task."""
@@ -95,7 +101,7 @@ class LossStage:
 
     def evaluate(self, inputs: Mapping[str, Any], arrived: jax.Array | None) -> Result:
         """Start a forward pass of an evaluation, which saves nothing for a backward pass."""
-        return self._evaluation.run("F", {**inputs, **({} if arrived is None else {X: arrived})}, [], {})
+        return self.evaluation.run("F", {**inputs, **({} if arrived is None else {X: arrived})}, [], {})
 
     def residual_bytes(self) -> int:
         """Return the bytes that a microbatch holds from forward to backward, excluding `x`, on all devices."""

@@ -104,9 +104,11 @@ def units_of(flow: Flow, sizes: Mapping[str, int]) -> list[Unit]:
         flow: The traced loss.
         sizes: Number of elements of every parameter, by path.
     """
+    # Linen's collections hold the arrays of the same modules: `params.Conv_0` and `batch_stats.Conv_0`.
+    collections = all(name.startswith("params.") for name in sizes)
     reads: dict[str, list[int]] = {}
     for name, steps in flow.read_at.items():
-        reads.setdefault(module_of(name), []).extend(steps)
+        reads.setdefault(module_of(name.partition(".")[2] if collections else name), []).extend(steps)
     begins = sorted((min(steps), module) for module, steps in reads.items())
     crossing, cuts = flow.crossing_bytes(), [(0, begins[0][1] if begins else "loss")]
     for (_, previous), (first, module) in pairwise(begins):

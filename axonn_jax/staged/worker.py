@@ -116,6 +116,8 @@ class LossWorker(RankWorker):
         scale: float | None = None,
     ) -> None:
         self._begin(params, len(rows), train=train)
+        for stage in self.stages.values() if not train else ():
+            stage.evaluation  # noqa: B018  compiled here, ahead of the tasks, whose peers wait
         self._written, self._aux, self._train = dict(self._carried), [[] for _ in range(self._metrics)], train
         self._scale = 1.0 if scale is None else scale
         factor = replicated(np.float32(self._scale), self._replicated)

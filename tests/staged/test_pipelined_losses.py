@@ -1,0 +1,164 @@
+"""`Trainer(loss=)` in a pipeline beside the same microbatches on one device: losses, state, numbers, checkpoints."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import staged_models as models
+
+import axonn_jax as ax
+from axonn_jax.core.checkpoint.naming import CARRIED
+
+STEPS, MICROBATCHES = 3, 4
+ULPS = 64 * np.finfo(np.float32).eps
+"""Difference of sums of a few thousand float32 products in another order, relative."""
+
+
+def trainer(name, axes, *, microbatches=MICROBATCHES, **options):
+    make, loss, batches, weight = models.MODELS[name]
+    grid = ax.init(**axes)
+    model = make
+    if name == "linen" and grid.shape.pipe == 1:
+        rows = models.ROWS // MICROBATCHES // grid.shape.data
+        part = jax.tree.map(lambda leaf: leaf[:rows], batches(1)[0])
+        loss, model = ax.parallelize_linen(loss, make(), grid, part)
+    options = {"clip": 1.0, "seed": 3, "weight": weight} | options
+    return ax.Trainer(model, optax.sgd(0.05), grid, loss=loss, microbatches=microbatches, **options)
+
+
+def run(trained, batches):
+    """Metrics of steps, and of an evaluation behind them."""
+    numbers = []
+    for batch in batches:
+        metrics = trained.step(batch)
+        numbers.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+        numbers[-1] += [float(value) for value in jax.tree.leaves(metrics.get("aux", {}))]
+    return np.array(numbers), trained.evaluate(batches[:1])
+
+
+def arrays(trained):
+    """Parameters and state, by path."""
+    with trained.engine.grid.entered():
+        state = {name: value for name, value in trained.engine.state().items() if name.startswith(CARRIED)}
+        return {name: np.asarray(value) for name, value in {**trained.engine.params, **state}.items()}
+
+
+_found = {}
+
+
+def plain(name, data=1):
+    """The same microbatches without a pipeline."""
+    if (name, data) not in _found:
+        alone = trainer(name, {"data": data})
+        _found[name, data] = (*run(alone, models.MODELS[name][2](STEPS)), arrays(alone))
+    return _found[name, data]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("language", {"pipe": 2}),
+        ("mixture", {"pipe": 2, "data": 2}),
+        ("vision", {"pipe": 3}),
+        ("unet", {"pipe": 3}),
+        ("translation", {"pipe": 3}),
+        ("linen", {"pipe": 2}),
+        ("language", {"pipe": 2, "z": 2, "y": 2}),
+        ("language", {"pipe": 3, "data": 2}),
+        ("mixture", {"pipe": 2, "x": 2}),
+        ("vision", {"pipe": 2, "data": 2}),
+        ("vision", {"pipe": 2, "z": 2}),
+        ("unet", {"pipe": 2, "data": 2, "y": 2}),
+        ("translation", {"pipe": 2, "z": 2, "x": 2}),
+        ("linen", {"pipe": 3, "data": 2}),
+        ("linen", {"pipe": 2, "z": 2, "y": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(f"{axis} {size}" for axis, size in value.items()),
+)
+def test_a_pipeline_is_the_same_microbatches_on_one_device(name, axes):
+    pipelined, (numbers, mean, state) = trainer(name, axes), plain(name, axes.get("data", 1))
+    got, got_mean = run(pipelined, models.MODELS[name][2](STEPS))
+    np.testing.assert_allclose(got, numbers, rtol=ULPS)
+    np.testing.assert_allclose(got_mean, mean, rtol=ULPS)
+    found = arrays(pipelined)
+    pipelined.close()
+    assert found.keys() == state.keys()
+    # Rounding of a gradient that is zero but for it, as a key's bias, is relative to the largest gradients.
+    for path, value in state.items():
+        np.testing.assert_allclose(found[path], value, rtol=0, atol=ULPS * max(1.0, np.abs(value).max()), err_msg=path)
+
+
+POLICIES = {
+    "1f1b": ax.PipelineConfig(policy="1f1b"),
+    "gpipe": ax.PipelineConfig(policy="gpipe"),
+    "zero-bubble": ax.PipelineConfig(policy="zero-bubble"),
+    "interleaved": ax.PipelineConfig(policy="interleaved", virtual_stages=2),
+    "split": ax.PipelineConfig(split="2,4"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_the_losses_of_one_device(policy):
+    pipelined = trainer("language", {"pipe": 2}, pipeline=POLICIES[policy])
+    got, _ = run(pipelined, models.texts(STEPS))
+    pipelined.close()
+    np.testing.assert_allclose(got, plain("language")[0], rtol=ULPS)
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory", "rtol"),
+    [
+        ({"pipe": 2, "data": 2}, {"zero": 1}, ULPS),
+        ({"pipe": 2}, {"offload": "optimizer"}, ULPS),
+        ({"pipe": 2}, {"activations": "full"}, ULPS),
+        ({"pipe": 2, "y": 2}, {"activations": "dots"}, ULPS),
+        ({"pipe": 2}, {"precision": "fp16"}, 2e-2),
+        ({"pipe": 2, "data": 2}, {"precision": "bf16", "zero": 1, "offload": "optimizer"}, 5e-2),
+    ],
+    ids=lambda value: " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else "",
+)
+def test_memory_settings_keep_the_losses(axes, memory, rtol):
+    pipelined = trainer("mixture", axes, memory=ax.MemoryConfig(**memory))
+    with jax.numpy_dtype_promotion("standard"):  # half precision asks for it where a norm is float32
+        got, _ = run(pipelined, models.texts(STEPS))
+    pipelined.close()
+    np.testing.assert_allclose(got, plain("mixture", axes.get("data", 1))[0], rtol=rtol)
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipe": 3}, {"pipe": 2, "z": 2}], ids=str)
+def test_a_run_goes_on_at_another_pipe(axes, tmp_path):
+    batches = models.pictures(STEPS)
+    first = trainer("vision", {"pipe": 2})
+    run(first, batches[:2])
+    first.save(tmp_path, 2)
+    first.close()
+    then = trainer("vision", axes)
+    assert then.resume(tmp_path) == 2
+    got, mean = run(then, batches[2:])
+    then.close()
+    np.testing.assert_allclose(got, plain("vision")[0][2:], rtol=ULPS)
+    assert mean > 0
+
+
+def test_a_pipeline_goes_on_from_one_device(tmp_path):
+    batches = models.pictures(STEPS)
+    alone = trainer("vision", {})
+    run(alone, batches[:2])
+    alone.save(tmp_path, 2)
+    then = trainer("vision", {"pipe": 2})
+    then.load(tmp_path)
+    got, _ = run(then, batches[2:])
+    found = arrays(then)
+    then.close()
+    np.testing.assert_allclose(got, plain("vision")[0][2:], rtol=ULPS)
+    assert found.keys() == plain("vision")[2].keys()
+
+
+def test_the_model_is_the_trained_one():
+    pipelined = trainer("vision", {"pipe": 2})
+    run(pipelined, models.pictures(STEPS))
+    model = pipelined.model
+    pipelined.close()
+    want = plain("vision")[2]
+    statistics = np.asarray(model.features[1].mean[...])
+    np.testing.assert_allclose(statistics, want[CARRIED + "features.1.mean"], atol=ULPS)
