@@ -47,8 +47,9 @@ class _Arriving:
 
 
 class Mpi4pyChannel(Channel):
-    """Channel with one progress thread that makes all MPI calls; each shard is one message to its peer process.
+    """Channel with one progress thread, which receives and completes transfers; each shard is a message to its peer.
 
+    An array that is ready when it is given to `send` leaves from the calling thread, if its memory can be read there.
     Between processes of one host the sender notifies the receiver, so no process polls in vain. Collective over `comm`,
     whose ranks are those of the pipe; `comm` is duplicated once per direction and otherwise unused.
     """
@@ -61,6 +62,7 @@ class Mpi4pyChannel(Channel):
         self._mpi = MPI
         self._ports = ports
         self._devices = {stage: local_devices(form.sharding) for stage, form in ports.arriving.items()}
+        self._shard_bytes = {stage: shard_bytes(form) for stage, form in ports.arriving.items()}
         self._size = comm.Get_size()
         self._comms = {direction: comm.Dup() for direction in get_args(Direction)}
         devices = next(iter(self._devices.values()))
@@ -69,7 +71,9 @@ class Mpi4pyChannel(Channel):
         max_tag = comm.Get_attr(MPI.TAG_UB)
         self._tags = Tags(ports.stages, len(devices), 32767 if max_tag is None else int(max_tag))
         self._tracker = SendTracker(self.name)
-        self._posted: deque[_Sending] = deque()  # from `send`, for the progress thread
+        self._transfers = threading.Lock()
+        """Lock of all MPI calls and of the lists below."""
+        self._posted: deque[_Sending] = deque()  # from `send`, without the lock
         self._waiting: list[_Sending] = []  # for their values to be computed
         self._sending: list[_Sending] = []
         self._arriving: list[_Arriving] = []
@@ -91,7 +95,21 @@ class Mpi4pyChannel(Channel):
         for shard in shards:
             self._buffers.prepare(shard)
         self._posted.append(_Sending(self._tracker.add(message), message, shards))
-        self._wakeup.wake()
+        if not (self._buffers.immediate(shards) and self._send_now()):
+            self._wakeup.wake()
+
+    def _send_now(self) -> bool:
+        """Send from the calling thread; return False if the progress thread has to."""
+        # Waking the thread up takes longer than a small transfer, and both threads would want the interpreter.
+        if not self._transfers.acquire(blocking=False):
+            return False
+        try:
+            self._post()
+            self._finish_sends()
+        finally:
+            self._transfers.release()
+        # An unfinished send needs the thread only where its receiver could not wake it.
+        return not (self._posted or self._waiting or (self._sending and not self._wakeup.notified))
 
     def busy(self, active: bool) -> None:  # noqa: D102
         self._wakeup.computing(active)
@@ -100,6 +118,7 @@ class Mpi4pyChannel(Channel):
         return self._tracker.unsent()
 
     def flush(self, timeout: float) -> None:  # noqa: D102
+        self._wakeup.wake()
         self._tracker.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> bool:  # noqa: D102
@@ -135,10 +154,11 @@ class Mpi4pyChannel(Channel):
 
     def _progress(self, deliver: Deliver) -> None:
         while True:
-            progressed = bool(self._posted or self._waiting) and self._post()
-            progressed |= bool(self._sending) and self._finish_sends()
-            progressed |= self._match()
-            progressed |= bool(self._arriving) and self._finish_receives(deliver)
+            with self._transfers:
+                progressed = self._match()
+                progressed |= bool(self._arriving) and self._finish_receives(deliver)
+                progressed |= bool(self._posted or self._waiting) and self._post()
+                progressed |= bool(self._sending) and self._finish_sends()
             if progressed:
                 self._wakeup.progressed(more=bool(self._sending))
                 continue
@@ -192,7 +212,7 @@ class Mpi4pyChannel(Channel):
                 stage, microbatch, index = self._tags.read(status.Get_tag())
                 message = Message(direction, stage, microbatch)
                 form = self._ports.form(message)
-                expected, received = shard_bytes(form), status.Get_count(self._mpi.BYTE)
+                expected, received = self._shard_bytes[stage], status.Get_count(self._mpi.BYTE)
                 if received != expected:
                     raise ValueError(f"{message}: a shard of {received} bytes came, {expected} are expected")
                 arriving = self._open(message, form, index)
@@ -238,8 +258,10 @@ class Mpi4pyChannel(Channel):
             finished = True
             self._arriving.remove(arriving)
             if not self._closing:
-                value = rebuild(arriving.form, [arriving.arrays[index] for index in range(len(devices))])
-                deliver(arriving.message, value)
+                first, form = arriving.arrays[0], arriving.form
+                whole = first.sharding == form.sharding
+                shards = [arriving.arrays[index] for index in range(len(devices))]
+                deliver(arriving.message, first if whole else rebuild(form, shards))
         return finished
 
 
