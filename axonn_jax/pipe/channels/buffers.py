@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonn_jax.core.backend.traits import computes_on_cores
-from axonn_jax.core.distributed.shards import empty_bytes, host_bytes, shard_bytes
+from axonn_jax.core.distributed.shards import empty_bytes, host_bytes, rebuild, shard_bytes
 
 _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, with the same meaning there
 _STORED = 2
@@ -65,10 +65,10 @@ class HostBuffers:
     def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
         """Return the received shard as an array that owns `buffer`."""
         shape = form.sharding.shard_shape(form.shape)
-        whole = form.sharding.num_devices == 1  # then the shard is the array, with nothing to assemble
-        sharding = form.sharding if whole else jax.sharding.SingleDeviceSharding(device)
         # `jax.device_put` does the same in three times the time.
-        return jax.make_array_from_callback(shape, sharding, lambda _: buffer.view(form.dtype).reshape(shape))
+        return jax.make_array_from_callback(
+            shape, sharding_on(form, device), lambda _: buffer.view(form.dtype).reshape(shape)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +135,16 @@ class DeviceBuffers:
             self._make[key] = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
         while len(self._store[key]) < _STORED:
             self._store[key].append(self._make[key]())
+
+
+def sharding_on(form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.sharding.Sharding:
+    """Return the sharding of a device's shard: the form's if there are no others, so that it is the array."""
+    return form.sharding if form.sharding.num_devices == 1 else jax.sharding.SingleDeviceSharding(device)
+
+
+def assembled(form: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax.Array:
+    """Return the array of this process's shards; one that is laid out as the form says is the array."""
+    return shards[0] if shards[0].sharding == form.sharding else rebuild(form, shards)
 
 
 def choose_buffers(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import jax
 
-from axonn_jax.core.distributed.shards import local_devices, local_shards, rebuild, shard_bytes
+from axonn_jax.core.distributed.shards import local_devices, local_shards, shard_bytes
 from axonn_jax.pipe.channels.base import Channel, Deliver, Failed, Ports
-from axonn_jax.pipe.channels.buffers import choose_buffers
+from axonn_jax.pipe.channels.buffers import assembled, choose_buffers
 from axonn_jax.pipe.channels.send_tracker import SendTracker
 from axonn_jax.pipe.channels.tags import Tags
 from axonn_jax.pipe.channels.wakeup import Wakeup
@@ -155,7 +155,8 @@ class Mpi4pyChannel(Channel):
     def _progress(self, deliver: Deliver) -> None:
         while True:
             with self._transfers:
-                progressed = self._match()
+                # Open MPI looks before it makes progress: what has come since is found by the second call.
+                progressed = self._match() or self._match()
                 progressed |= bool(self._arriving) and self._finish_receives(deliver)
                 progressed |= bool(self._posted or self._waiting) and self._post()
                 progressed |= bool(self._sending) and self._finish_sends()
@@ -258,10 +259,8 @@ class Mpi4pyChannel(Channel):
             finished = True
             self._arriving.remove(arriving)
             if not self._closing:
-                first, form = arriving.arrays[0], arriving.form
-                whole = first.sharding == form.sharding
                 shards = [arriving.arrays[index] for index in range(len(devices))]
-                deliver(arriving.message, first if whole else rebuild(form, shards))
+                deliver(arriving.message, assembled(arriving.form, shards))
         return finished
 
 

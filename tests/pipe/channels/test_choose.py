@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axonn_jax.core.distributed.shards import empty_bytes, shard_bytes
 from axonn_jax.core.errors import UserError
 from axonn_jax.pipe.channels.base import Ports
 from axonn_jax.pipe.channels.buffers import DeviceBuffers, HostBuffers, choose_buffers, takes_device_memory
@@ -156,6 +157,22 @@ def test_a_buffer_is_not_to_be_written_before_the_program_that_makes_it_has_run(
     assert not buffers.writable(buffer)
     buffer.array.block_until_ready()
     assert buffers.writable(buffer)
+
+
+def test_host_memory_is_used_again_once_its_array_is_gone():
+    device = jax.devices()[0]
+    form = form_of(jnp.float32, [device], (1 << 20,))
+    buffers = HostBuffers()
+    array = buffers.array(buffers.incoming(form, device), form, device)
+    first = array.unsafe_buffer_pointer()
+    assert buffers.incoming(form, device).ctypes.data != first  # not while it is read
+    sums = jnp.sum(array)
+    del array
+    sums.block_until_ready()
+    (sums + 1).block_until_ready()  # jax lets go of memory when it is called again
+    others = [empty_bytes(shard_bytes(form)) for _ in range(3)]  # would take memory that has only been freed
+    kept = [buffers.incoming(form, device) for _ in range(2)]
+    assert first in [buffer.ctypes.data for buffer in kept], len(others)
 
 
 @pytest.mark.parametrize(

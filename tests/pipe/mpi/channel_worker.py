@@ -11,6 +11,7 @@ import queue
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -95,7 +96,8 @@ class Scenarios:
         here = {stage: form for stage, form in self.forms.items() if stage % self.comm.Get_size() == RANK}
         channel = self.channel = open_channel(self.name, Ports(here, len(self.forms)), self.comm)
         mpi4jax = self.name == "mpi4jax"
-        ends = [threads.wakeup for threads in channel._directions.values()] if mpi4jax else [channel._wakeup]
+        pairs = [threads.wakeups.values() for threads in channel._directions.values()] if mpi4jax else []
+        ends = [wakeup for pair in pairs for wakeup in pair] or [channel._wakeup]
         for wakeup in ends:
             assert wakeup.notified
             if self.variant == "unnotified":
@@ -192,6 +194,56 @@ class Scenarios:
             messages = [inbox.get() for _ in range(2)]
             assert [message.direction for message, _ in messages] == ["backward", "forward"]
             self.check(messages[0][1], messages[0][0], 0)
+        channel.flush(PATIENCE_S)
+        assert channel.close()
+
+    def withheld(self):
+        """A middle rank's message that its receiver does not take holds up nothing for its other neighbour."""
+        here = {RANK: self.form_of((512, 1024), jnp.float32)}  # 2 MB
+        self.forms = dict.fromkeys(range(3), here[RANK])
+        channel = self.channel = open_channel(self.name, Ports(here, 3), self.comm)
+        arrived, taken = queue.SimpleQueue(), threading.Event()
+        if RANK != 2:
+            taken.set()
+
+        def deliver(message, value):
+            arrived.put((message, value))
+            assert taken.wait(PATIENCE_S)  # as a thread that gets no turn beside a long program
+
+        channel.start(deliver, arrived.put)
+        if RANK == 1:
+            for microbatch in range(2):
+                message = Message("forward", 2, microbatch)
+                channel.send(message, self.value_of(message, 0)[1])
+            self.comm.recv(source=2)
+            message = Message("backward", 0, 0)
+            channel.send(message, self.value_of(message, 0)[1])
+        for microbatch in {0: [0], 1: [], 2: [0, 1]}[RANK]:
+            message, value = arrived.get(timeout=PATIENCE_S / 4)
+            assert message == Message("backward" if RANK == 0 else "forward", RANK, microbatch)
+            self.check(value, message, 0)
+            if RANK == 0:
+                self.comm.send(None, 2)
+            elif microbatch == 0:  # the thread that receives is not free now
+                time.sleep(0.1)  # the second message's header is there by then
+                self.comm.send(None, 1)
+                self.comm.recv(source=0)
+                taken.set()
+        channel.flush(PATIENCE_S)
+        self.meet()
+        assert channel.close()
+
+    def awake(self):
+        """An array that is ready leaves from `send`, without waking a thread up."""
+        channel, inbox = self.opened()
+        woken, wake = [], channel._wakeup.wake
+        channel._wakeup.wake = lambda: woken.append(channel) or wake()
+        for step in range(8):  # the thread may be polling at one time, but not each time
+            message = Message("forward", 1 - RANK, 0)
+            channel.send(message, self.value_of(message, step)[1].block_until_ready())
+            self.check(inbox.get()[1], Message("forward", RANK, 0), step)
+            time.sleep(5e-3)
+        assert len(woken) < 8
         channel.flush(PATIENCE_S)
         assert channel.close()
 

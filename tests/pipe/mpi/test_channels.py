@@ -18,7 +18,9 @@ PLAIN = ["traffic/1", "traffic/4", "burst/1", "burst/2", "unready/1", "steps/2",
 UNHEARD = ["traffic-unnotified/2", "burst-unnotified/2", "unready-unnotified/2"]
 BUFFERS = ["traffic-device/4", "burst-device/2", "steps-device/1"]
 LOOKS = {"looks/1": {"idle": 50, "busy": 50}, "looks-unnotified/1": {"idle": 1000, "busy": 250}}
+AWAKE = "awake/1"
 BOTH_WAYS = [*PLAIN[:-1], *UNHEARD, *LOOKS]
+RING = ["burst/1", "withheld/1"]
 PIECES = ["traffic/2", "burst/2"]
 
 
@@ -30,10 +32,10 @@ def at(channel, checks):
 # pool, of which more devices have more: its checks on one device have a start of their own. Unclosed is last, as the
 # interpreter ends then.
 STARTS = {
-    "mpi4py": (2, (), at("mpi4py", [*BOTH_WAYS, *BUFFERS, PLAIN[-1]])),
+    "mpi4py": (2, (), at("mpi4py", [*BOTH_WAYS, *BUFFERS, AWAKE, PLAIN[-1]])),
     "mpi4jax": (2, (), at("mpi4jax", [check for check in [*BOTH_WAYS, PLAIN[-1]] if check.endswith("/1")])),
     "mpi4jax on devices": (2, (), at("mpi4jax", [check for check in BOTH_WAYS if not check.endswith("/1")])),
-    "ring": (3, (), ["mpi4py/burst/1", "mpi4jax/burst/1"]),
+    "ring": (3, (), [f"{channel}/{check}" for check in RING for channel in ("mpi4py", "mpi4jax")]),
     # Without a copy straight from the other process, both ends have to go on with a message again and again.
     "in pieces": (2, ("--mca", "smsc", "^cma,knem,xpmem"), at("mpi4py", PIECES)),
 }
@@ -102,8 +104,13 @@ def test_every_process_ends_well(name, started):
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_a_ring_of_three_ranks(channel, started):
-    found("ring", f"{channel}/burst/1", started)
+@pytest.mark.parametrize("check", RING)
+def test_three_ranks(check, channel, started):
+    found("ring", f"{channel}/{check}", started)
+
+
+def test_what_is_ready_leaves_from_send(started):
+    found("mpi4py", f"mpi4py/{AWAKE}", started)
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
