@@ -18,6 +18,9 @@ _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, with the same meanin
 _STORED = 2
 """Buffers of a form that are kept for the next messages: one for either direction."""
 
+_STORED_FROM = 1 << 17
+"""Bytes from which host memory is kept: the C library keeps smaller pieces itself."""
+
 
 class _Loan:
     """Memory that returns to its store once no array refers to it."""
@@ -33,13 +36,14 @@ class _Loan:
 class HostBuffers:
     """Buffers in host memory: the memory of CPU devices itself, copies of other devices' arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cores: bool = True) -> None:
+        self._on_cores = on_cores
         # By size in bytes. The first writes to new memory take longer than the transfer, so it is used again.
         self._stores: dict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_STORED))
 
     def immediate(self, shards: Sequence[jax.Array]) -> bool:
         """Return True if any thread can take these shards' `outgoing` buffers without waiting."""
-        return all(shard.is_ready() and computes_on_cores(shard.device.platform) for shard in shards)  # type: ignore[attr-defined, union-attr]
+        return self._on_cores and all(shard.is_ready() for shard in shards)  # type: ignore[attr-defined]
 
     def enter(self) -> None:
         """Prepare the calling thread, which must be the one that makes all MPI calls."""
@@ -55,6 +59,8 @@ class HostBuffers:
     def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:
         """Return a new buffer for a shard of `form`, which must not be written to until it is `writable`."""
         size = shard_bytes(form)
+        if size < _STORED_FROM:
+            return empty_bytes(size)
         store = self._stores[size]
         return np.asarray(_Loan(store.pop() if store else empty_bytes(size), store))
 
@@ -157,7 +163,9 @@ def choose_buffers(
         devices: Devices of this process.
         library: File whose symbols include MPI's.
     """
-    return DeviceBuffers(forms, devices) if takes_device_memory(devices, library) else HostBuffers()
+    if takes_device_memory(devices, library):
+        return DeviceBuffers(forms, devices)
+    return HostBuffers(on_cores=all(computes_on_cores(device.platform) for device in devices))
 
 
 def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:

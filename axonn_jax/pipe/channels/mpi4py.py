@@ -91,11 +91,12 @@ class Mpi4pyChannel(Channel):
 
     def send(self, message: Message, value: jax.Array) -> None:  # noqa: D102
         self._tags.of(message)
-        shards = local_shards(value)
-        for shard in shards:
+        shards = [value.addressable_data(0)] if value.sharding.num_devices == 1 else local_shards(value)
+        immediate = self._buffers.immediate(shards)
+        for shard in () if immediate else shards:
             self._buffers.prepare(shard)
         self._posted.append(_Sending(self._tracker.add(message), message, shards))
-        if not (self._buffers.immediate(shards) and self._send_now()):
+        if not (immediate and self._send_now()):
             self._wakeup.wake()
 
     def _send_now(self) -> bool:
