@@ -25,10 +25,9 @@ def choose(name: str, processes: int) -> str:
     Raises:
         UserError: The name is unknown or the channel cannot be used.
     """
-    # `auto` prefers mpi4py: for host memory it takes a third (small messages) to five sixths (large ones) of mpi4jax's
-    # time while cores are free, and 0.6 to 1.1 of it where they are not (scripts/bench/channels), and it needs one
-    # thread and no free core. On GPUs each mpi4jax message waits for the tasks in the compute stream (by its sources,
-    # not measured).
+    # `auto` prefers mpi4py: for host memory it takes as long as mpi4jax for messages of up to 1 MB, which travel the
+    # same way, and 0.6 of it for 16 MB (scripts/bench/channels), and it needs one thread and no free core. On GPUs each
+    # larger mpi4jax message waits for the tasks in the compute stream (by its sources, not measured).
     if name not in (names := get_args(ChannelName)):
         raise UserError(_FIELD, name, f"one of {', '.join(names)}{nearest(name, names)}")
     if processes == 1 and name in ("auto", "local"):

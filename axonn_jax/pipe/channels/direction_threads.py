@@ -34,6 +34,16 @@ class DirectionThreads:
     ):
         self.messages: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
+        self._devices = {stage: local_devices(form.sharding) for stage, form in ports.arriving.items()}
+        self._shard_bytes = {stage: shard_bytes(form) for stage, form in ports.arriving.items()}
+        self._large = {
+            stage: form
+            for stage, form in ports.arriving.items()
+            if self._shard_bytes[stage] * len(self._devices[stage]) > _WITH_HEADER
+        }
+        self._step = 1 if direction == "forward" else -1
+        self._send_programs: dict[tuple[Any, ...], Any] = {}
+        self._receive_programs: dict[tuple[int, int], list[Any]] = {}
         self._headers, self._answers, self._data, self._turn = comm.Dup(), comm.Dup(), comm.Dup(), turn
         self.wakeups = {"send": Wakeup(), "receive": Wakeup()}
         """Wakeups of the two threads, each of which notifies the peer's thread of the same name."""
@@ -66,7 +76,16 @@ class DirectionThreads:
 
     def send_all(self) -> None:
         """Send the messages of the queue until `close` has put its end there."""
-        wakeup, programs = self.wakeups["send"], dict[tuple[Any, ...], Any]()
+        wakeup = self.wakeups["send"]
+        # What a stage sends has the form of what it receives, as a rule. A program that is compiled when it is needed
+        # keeps a receiver waiting, for long if its cores are busy.
+        for stage, form in self._large.items():
+            if 0 <= (receiver := stage + self._step) < self._ports.stages:
+                for index, device in enumerate(self._devices[stage]):
+                    on_device = jax.sharding.SingleDeviceSharding(device)
+                    shape = form.sharding.shard_shape(form.shape)
+                    shard = jax.ShapeDtypeStruct(shape, form.dtype, sharding=on_device)
+                    self._sender(receiver % self._size, index, shard)
         while (outgoing := self.messages.get()) is not None:
             number, message, shards = outgoing
             jax.block_until_ready(shards)
@@ -74,27 +93,26 @@ class DirectionThreads:
             header = np.zeros(_HEADER // 8, np.int64)
             small = sum(shard.nbytes for shard in shards) <= _WITH_HEADER
             header[:4] = message.stage, message.microbatch, shards[0].nbytes, small
-            packet, sends = [header.view(np.uint8), *map(host_bytes, shards if small else ())], []
-            for index, shard in enumerate(() if small else shards):
-                key = (peer, index, shard.shape, shard.dtype, shard.sharding)
-                if key not in programs:  # compiled before the receiver waits for it
-                    programs[key] = _sender(self._data, peer, index, shard)
-                sends.append(programs[key])
+            packet = [header.view(np.uint8), *map(host_bytes, shards if small else ())]
+            sends = [] if small else [self._sender(peer, index, shard) for index, shard in enumerate(shards)]
             request = self._headers.Isend(np.concatenate(packet), peer)
             self.wakeups["receive"].notify(peer)
             if not self._wait_for(wakeup, self._answers, peer, lambda: self._abandoned, urgent=not wakeup.notified):
                 return
+            sent = [send(shard) for send, shard in zip(sends, shards, strict=not small)]  # at once: the receiver waits
             self._answers.Recv(np.empty(0, np.uint8), peer)
             request.Wait()
-            jax.block_until_ready([send(shard) for send, shard in zip(sends, shards, strict=not small)])
+            jax.block_until_ready(sent)
             self._tracker.remove(number)
 
     def receive_all(self, deliver: Deliver) -> None:
         """Receive messages until `close`."""
         from mpi4py import MPI
 
-        wakeup, buffers, programs = self.wakeups["receive"], HostBuffers(), dict[tuple[int, int, int], Any]()
-        status = MPI.Status()
+        wakeup, buffers, status = self.wakeups["receive"], HostBuffers(), MPI.Status()
+        for stage in self._large:
+            if 0 <= (sender := stage - self._step) < self._ports.stages:
+                self._receivers(sender % self._size, stage)
 
         def closing() -> bool:
             return self._closing
@@ -106,7 +124,7 @@ class DirectionThreads:
             message = Message(self._direction, stage, microbatch)
             try:
                 form = self._ports.form(message)
-                devices, expected = local_devices(form.sharding), shard_bytes(form)
+                devices, expected = self._devices[stage], self._shard_bytes[stage]
                 if received != expected:
                     raise ValueError(f"{message}: a shard of {received} bytes came, {expected} are expected")
                 if small:
@@ -118,14 +136,7 @@ class DirectionThreads:
                     self._answer(source)
             if small:
                 continue
-            receives = []
-            for index, device in enumerate(devices):
-                # The tag is compiled into the program. As it is the device's number, and not the message's, a stage
-                # needs one program per peer and device.
-                key = (source, stage, index)
-                if key not in programs:
-                    programs[key] = _receiver(self._data, source, index, form, device)
-                receives.append(programs[key])
+            receives = self._receivers(source, stage)
             with self._turn:
                 self._answer(source)
                 # A receive that is dispatched too early would spin on a core, and hold a thread of jax's pool.
@@ -134,6 +145,22 @@ class DirectionThreads:
                 shards = [receive() for receive in receives]
                 jax.block_until_ready(shards)
             deliver(message, assembled(form, shards))
+
+    def _sender(self, peer: int, index: int, shard: jax.Array | jax.ShapeDtypeStruct) -> Any:
+        key = (peer, index, shard.shape, shard.dtype, shard.sharding)
+        if key not in self._send_programs:
+            self._send_programs[key] = _sender(self._data, peer, index, shard)
+        return self._send_programs[key]
+
+    def _receivers(self, source: int, stage: int) -> list[Any]:
+        # The tag is compiled into the program. As it is the device's number, and not the message's, a stage needs one
+        # program per peer and device.
+        if (source, stage) not in self._receive_programs:
+            form, devices = self._ports.arriving[stage], self._devices[stage]
+            self._receive_programs[source, stage] = [
+                _receiver(self._data, source, index, form, device) for index, device in enumerate(devices)
+            ]
+        return self._receive_programs[source, stage]
 
     def _answer(self, source: int) -> None:
         self._answers.Send(np.empty(0, np.uint8), source)
@@ -165,7 +192,7 @@ def _carrier(dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 
-def _sender(comm: "MPI.Comm", peer: int, tag: int, like: jax.Array) -> Any:
+def _sender(comm: "MPI.Comm", peer: int, tag: int, like: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """Compile a program that sends an array like this one, and whose result is ready once it is sent."""
     import mpi4jax
 

@@ -93,6 +93,8 @@ class Mpi4jaxChannel(Channel):
             thread.join(max(0.0, end - time.monotonic()))
         for threads in self._directions.values():
             threads.abandon()
+        for thread in self._threads:
+            thread.join(0.1)  # out of MPI, which may end now
         return not (any(thread.is_alive() for thread in self._threads) or self._tracker.unsent())
 
     def free(self) -> None:  # noqa: D102
