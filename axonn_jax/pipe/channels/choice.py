@@ -25,9 +25,9 @@ def choose(name: str, processes: int) -> str:
     Raises:
         UserError: The name is unknown or the channel cannot be used.
     """
-    # `auto` prefers mpi4py: for host memory it takes as long as mpi4jax for messages of up to 1 MB, which travel the
-    # same way, and 0.6 of it for 16 MB (scripts/bench/channels), and it needs one thread and no free core. On GPUs each
-    # larger mpi4jax message waits for the tasks in the compute stream (by its sources, not measured).
+    # `auto` prefers mpi4py: for host memory it takes 0.7 to 1.0 of mpi4jax's time for messages of up to 1 MB, which
+    # travel alike, and 0.5 to 0.8 for larger ones (scripts/bench/channels), and it needs one thread and no free core.
+    # On GPUs each larger mpi4jax message waits for the tasks in the compute stream (by its sources, not measured).
     if name not in (names := get_args(ChannelName)):
         raise UserError(_FIELD, name, f"one of {', '.join(names)}{nearest(name, names)}")
     if processes == 1 and name in ("auto", "local"):
