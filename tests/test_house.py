@@ -30,7 +30,7 @@ ALLOWED = {
     "dialect in 1,000 names of core, any_flax, pipe, as words of them": 9,
     "dialect in 1,000 names elsewhere, as words of them": 12,
     "lines of the core a comment": 40,
-    "lines with Any": 930,
+    "lines with Any": 935,
 }
 
 

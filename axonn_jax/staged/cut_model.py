@@ -59,6 +59,9 @@ class CutModel:
         self._flows = [
             Flow(trace_loss(model, replicas, shapes_of, state, batch, training=training)) for training in (True, False)
         ]
+        written = {slot.name for slot in self._train.results if slot.kind == "state"}
+        if strange := sorted(written & self._sizes.keys()):
+            raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
         self._units = [units_of(flow, self._sizes) for flow in self._flows]
         train = self._units[0]
         costs = [SegmentCost(unit.name, unit.flops, 2 * unit.flops, unit.params) for unit in train]
@@ -77,8 +80,6 @@ class CutModel:
         ]
         train, evaluation = self._parts
         written = {slot.name for part in train for slot in part.results if slot.kind == "state"}
-        if strange := sorted(written & self._sizes.keys()):
-            raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
         for name in sorted(written):
             readers = [number for parts in self._parts for number, part in enumerate(parts) if name in part.state]
             writers = [n for n, part in enumerate(train) if TraceSlot("state", name) in part.results]

@@ -69,9 +69,6 @@ CASES = {
     "a number": ({"model": 3}, "tree of Linen parameters"),
     "offloaded activations": ({"memory": ax.MemoryConfig(activations="offload")}, "memory.activations"),
     "a loss of nothing": ({"loss": lambda: 1}, "function of \\(model, batch\\)"),
-    "fewer microbatches than a policy takes": (
-        {"microbatches": 3, "pipeline": ax.PipelineConfig(policy="interleaved", virtual_stages=2)}, "microbatches",
-    ),
 }  # fmt: skip
 
 
