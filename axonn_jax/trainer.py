@@ -37,8 +37,9 @@ class Trainer:
     Args:
         model: A module, whose arrays belong to the trainer from then on (`trainer.model` is the trained one), or a
             function that returns one, so that each process of a pipeline only creates the parameters of its stages.
-            With `loss`: any Flax module that `parallelize` has returned, or the parameters from `parallelize_linen`. If
-            it has adapters (`lora`), only these are trained.
+            With `loss`: any Flax module that `parallelize` has returned, or the parameters from `parallelize_linen`; in
+            a pipeline the module, the Linen parameters, or a function that makes them, whose loss is cut into stages.
+            If it has adapters (`lora`), only these are trained.
         optimizer: An optax transformation of gradients and parameters, which may also take the loss as `value`, but may
             not evaluate the model again (`optax.lbfgs`) or keep a copy of the parameters (`optax.lookahead`). It sees
             global arrays; with `memory.offload` or a pipeline it must treat every parameter independently.

@@ -1,15 +1,24 @@
 """`Trainer(loss=)` in a pipeline beside the same microbatches on one device: losses, state, numbers, checkpoints."""
 
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
 import pytest
 import staged_models as models
+from launched import MPIRUN, UNDER_MPIRUN, environment
 
 import axonn_jax as ax
 from axonn_jax.core.checkpoint.naming import CARRIED
 
 STEPS, MICROBATCHES = 3, 4
+NIGHTLY = pytest.mark.slow
+MPI4JAX = pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 ULPS = 64 * np.finfo(np.float32).eps
 """Difference of sums of a few thousand float32 products in another order, relative."""
 
@@ -57,21 +66,21 @@ def plain(name, data=1):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("language", {"pipe": 2}),
-        ("mixture", {"pipe": 2, "data": 2}),
         ("vision", {"pipe": 3}),
-        ("unet", {"pipe": 3}),
-        ("translation", {"pipe": 3}),
-        ("linen", {"pipe": 2}),
+        ("mixture", {"pipe": 2, "data": 2}),
         ("language", {"pipe": 2, "z": 2, "y": 2}),
-        ("language", {"pipe": 3, "data": 2}),
-        ("mixture", {"pipe": 2, "x": 2}),
-        ("vision", {"pipe": 2, "data": 2}),
-        ("vision", {"pipe": 2, "z": 2}),
-        ("unet", {"pipe": 2, "data": 2, "y": 2}),
-        ("translation", {"pipe": 2, "z": 2, "x": 2}),
-        ("linen", {"pipe": 3, "data": 2}),
-        ("linen", {"pipe": 2, "z": 2, "y": 2}),
+        pytest.param("language", {"pipe": 2}, marks=NIGHTLY),
+        pytest.param("unet", {"pipe": 3}, marks=NIGHTLY),
+        pytest.param("translation", {"pipe": 3}, marks=NIGHTLY),
+        pytest.param("linen", {"pipe": 2}, marks=NIGHTLY),
+        pytest.param("language", {"pipe": 3, "data": 2}, marks=NIGHTLY),
+        pytest.param("mixture", {"pipe": 2, "x": 2}, marks=NIGHTLY),
+        pytest.param("vision", {"pipe": 2, "data": 2}, marks=NIGHTLY),
+        pytest.param("vision", {"pipe": 2, "z": 2}, marks=NIGHTLY),
+        pytest.param("unet", {"pipe": 2, "data": 2, "y": 2}, marks=NIGHTLY),
+        pytest.param("translation", {"pipe": 2, "z": 2, "x": 2}, marks=NIGHTLY),
+        pytest.param("linen", {"pipe": 3, "data": 2}, marks=NIGHTLY),
+        pytest.param("linen", {"pipe": 2, "z": 2, "y": 2}, marks=NIGHTLY),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{axis} {size}" for axis, size in value.items()),
 )
@@ -97,6 +106,7 @@ POLICIES = {
 }
 
 
+@NIGHTLY
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_the_losses_of_one_device(policy):
     pipelined = trainer("language", {"pipe": 2}, pipeline=POLICIES[policy])
@@ -105,6 +115,7 @@ def test_every_policy_has_the_losses_of_one_device(policy):
     np.testing.assert_allclose(got, plain("language")[0], rtol=ULPS)
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("axes", "memory", "rtol"),
     [
@@ -125,7 +136,11 @@ def test_memory_settings_keep_the_losses(axes, memory, rtol):
     np.testing.assert_allclose(got, plain("mixture", axes.get("data", 1))[0], rtol=rtol)
 
 
-@pytest.mark.parametrize("axes", [{}, {"pipe": 3}, {"pipe": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"pipe": 3}, pytest.param({}, marks=NIGHTLY), pytest.param({"pipe": 2, "z": 2}, marks=NIGHTLY)],
+    ids=lambda axes: " ".join(f"{axis} {size}" for axis, size in axes.items()) or "one device",
+)
 def test_a_run_goes_on_at_another_pipe(axes, tmp_path):
     batches = models.pictures(STEPS)
     first = trainer("vision", {"pipe": 2})
@@ -140,6 +155,7 @@ def test_a_run_goes_on_at_another_pipe(axes, tmp_path):
     assert mean > 0
 
 
+@NIGHTLY
 def test_a_pipeline_goes_on_from_one_device(tmp_path):
     batches = models.pictures(STEPS)
     alone = trainer("vision", {})
@@ -162,3 +178,27 @@ def test_the_model_is_the_trained_one():
     want = plain("vision")[2]
     statistics = np.asarray(model.features[1].mean[...])
     np.testing.assert_allclose(statistics, want[CARRIED + "features.1.mean"], atol=ULPS)
+
+
+@NIGHTLY
+@UNDER_MPIRUN[0]
+@UNDER_MPIRUN[1]
+@pytest.mark.parametrize("channel", ["mpi4py", pytest.param("mpi4jax", marks=MPI4JAX)])
+@pytest.mark.parametrize(
+    ("name", "axes", "processes"),
+    [("mixture", {"pipe": 2}, 2), ("vision", {"pipe": 3}, 3), ("language", {"pipe": 2, "z": 2}, 4)],
+    ids=["mixture", "vision", "language over z 2"],
+)
+def test_processes_send_what_one_process_computes(name, axes, processes, channel, tmp_path):
+    words = [sys.executable, str(Path(__file__).with_name("staged_worker.py")), name, channel, str(tmp_path)]
+    launch = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", str(processes), *words, json.dumps(axes)]
+    environ = environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=environ, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    numbers, mean, _ = plain(name)
+    np.testing.assert_allclose(found["numbers"], numbers, rtol=ULPS)
+    np.testing.assert_allclose(found["mean"], mean, rtol=ULPS)
+    alone = trainer(name, {})
+    assert alone.load(tmp_path) == 3
+    np.testing.assert_allclose(alone.evaluate(models.MODELS[name][2](STEPS)[:1]), mean, rtol=ULPS)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax
 
-from axonn_jax.pipe.schedule.tasks import Message
+from axonn_jax.pipe.schedule.tasks import Direction, Message
 
 Deliver = Callable[[Message, jax.Array], None]
 """Callback for a message that has arrived; called from any thread, must not block."""
@@ -32,6 +32,10 @@ class Ports:
     returning: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
     """Form of the gradients of a stage's outgoing activations; where it is missing, that of the incoming ones."""
 
+    def of(self, direction: Direction) -> Mapping[int, jax.ShapeDtypeStruct]:
+        """Return the form of the messages of a direction, by the stage that receives them."""
+        return {**self.arriving, **self.returning} if direction == "backward" else self.arriving
+
     def form(self, message: Message) -> jax.ShapeDtypeStruct:
         """Return the shape and layout of the array that `message` carries.
 
@@ -39,9 +43,7 @@ class Ports:
             KeyError: The receiving stage does not live in this process.
         """
         try:
-            if message.direction == "backward" and message.stage in self.returning:
-                return self.returning[message.stage]
-            return self.arriving[message.stage]
+            return self.of(message.direction)[message.stage]
         except KeyError:
             raise KeyError(f"{message}: this process receives for stages {sorted(self.arriving)}") from None
 

@@ -34,11 +34,12 @@ class DirectionThreads:
     ):
         self.messages: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
-        self._devices = {stage: local_devices(form.sharding) for stage, form in ports.arriving.items()}
-        self._shard_bytes = {stage: shard_bytes(form) for stage, form in ports.arriving.items()}
+        self._forms = ports.of(direction)
+        self._devices = {stage: local_devices(form.sharding) for stage, form in self._forms.items()}
+        self._shard_bytes = {stage: shard_bytes(form) for stage, form in self._forms.items()}
         self._large = {
             stage: form
-            for stage, form in ports.arriving.items()
+            for stage, form in self._forms.items()
             if self._shard_bytes[stage] * len(self._devices[stage]) > _WITH_HEADER
         }
         self._step = 1 if direction == "forward" else -1
@@ -156,7 +157,7 @@ class DirectionThreads:
         # The tag is compiled into the program. As it is the device's number, and not the message's, a stage needs one
         # program per peer and device.
         if (source, stage) not in self._receive_programs:
-            form, devices = self._ports.arriving[stage], self._devices[stage]
+            form, devices = self._forms[stage], self._devices[stage]
             self._receive_programs[source, stage] = [
                 _receiver(self._data, source, index, form, device) for index, device in enumerate(devices)
             ]

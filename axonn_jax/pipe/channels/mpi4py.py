@@ -62,7 +62,8 @@ class Mpi4pyChannel(Channel):
         self._mpi = MPI
         self._ports = ports
         self._devices = {stage: local_devices(form.sharding) for stage, form in ports.arriving.items()}
-        self._shard_bytes = {stage: shard_bytes(form) for stage, form in ports.arriving.items()}
+        directions: tuple[Direction, ...] = ("forward", "backward")
+        self._shard_bytes = {way: {n: shard_bytes(f) for n, f in ports.of(way).items()} for way in directions}
         self._size = comm.Get_size()
         self._comms = {direction: comm.Dup() for direction in get_args(Direction)}
         devices = next(iter(self._devices.values()))
@@ -214,7 +215,7 @@ class Mpi4pyChannel(Channel):
                 stage, microbatch, index = self._tags.read(status.Get_tag())
                 message = Message(direction, stage, microbatch)
                 form = self._ports.form(message)
-                expected, received = self._shard_bytes[stage], status.Get_count(self._mpi.BYTE)
+                expected, received = self._shard_bytes[direction][stage], status.Get_count(self._mpi.BYTE)
                 if received != expected:
                     raise ValueError(f"{message}: a shard of {received} bytes came, {expected} are expected")
                 arriving = self._open(message, form, index)
