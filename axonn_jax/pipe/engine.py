@@ -65,6 +65,7 @@ class PipelineEngine:
         assert self.job.names is not None
         self._placed = PipelineState(self.job, self.job.names, progress=self._at)
         self.stores = self._placed.stores
+        self.job.forget_source()
         pending, self._pending = self._pending, []
         for read, should_load in pending:
             self._placed.load(read, should_load)

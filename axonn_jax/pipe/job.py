@@ -87,6 +87,10 @@ class PipelineJob(ABC):
             alive: Called before each stage, which may take minutes.
         """
 
+    def forget_source(self) -> None:
+        """Let go of what parameters were placed from, as a module of the user's holds a second copy of all of them."""
+        self.place = _placed
+
     @abstractmethod
     def model(self, params: Params, carried: Params) -> Any:
         """Return the user's model with these parameters and this state."""
@@ -110,6 +114,10 @@ class PipelineJob(ABC):
     def aux(self, numbers: Sequence[float]) -> Any:
         """Return the loss's auxiliary numbers, in its own tree, that the workers' numbers stand for."""
         return {}
+
+
+def _placed(specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+    raise RuntimeError("the parameters of a job are placed once")
 
 
 class RankStates(Protocol):

@@ -131,6 +131,10 @@ class CutModel:
             found |= dict.fromkeys(name for name in self._state if name not in read)
         return tuple(found)
 
+    def trained_of(self, stage: int) -> tuple[str, ...]:
+        """Return the parameters of a stage that have gradients."""
+        return self._parts[0][stage].params
+
     def sides(self, stage: int) -> StageSides:
         """Return the messages of a stage."""
         incoming = self._messages[stage - 1] if stage else None
@@ -155,6 +159,7 @@ class CutModel:
         self,
         stage: int,
         stored: Mapping[str, Any],
+        idle: Mapping[str, Any],
         grad_dtype: Any,
         *,
         activations: Activations,
@@ -166,24 +171,25 @@ class CutModel:
         Args:
             stage: Its number.
             stored: Its parameters, or their shapes, dtypes and layouts, by path.
+            idle: Parameters of its rank that have no gradient in any stage, likewise.
             grad_dtype: Dtype in which gradients accumulate.
             activations: Policy for the values that the forward pass saves.
             backwards: Variants of the backward pass.
             joins: True if the last stage joins forwards and backwards.
         """
-        structs = {
-            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-            for name, value in stored.items()
-        }
+        structs, idle_structs = (
+            {name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for name, v in each.items()}
+            for each in (stored, idle)
+        )
         sides = self.sides(stage)
         builder = StageBuilder(self.replicas, structs, self._inputs(), sides.incoming, sides.outgoing)
         train, evaluation = (parts[stage] for parts in self._parts)
         function, slots = builder.function(train, backward=True)
         forward, forward_slots = builder.function(evaluation, backward=False)
-        sums = {
-            name: self.replicas.by_replica(structs[name].update(dtype=grad_dtype), structs[name].sharding.spec)
-            for name in function.gradients.values()
-        }
+        sums, zeros = (
+            {n: self.replicas.by_replica(s.update(dtype=grad_dtype), s.sharding.spec) for n, s in each.items()}
+            for each in ({name: structs[name] for name in function.gradients.values()}, idle_structs)
+        )
         return LossStage(
             self.replicas,
             sides,
@@ -191,6 +197,7 @@ class CutModel:
             forward,
             (slots, forward_slots),
             sums,
+            zeros,
             activations=activations,
             backwards=backwards,
             joins=joins,

@@ -96,13 +96,15 @@ class LossJob(PipelineJob):
         returning: dict[int, Any] = {}
         for pp_rank, store in state.stores.items():
             cut = self._cut_for(batch, pp_rank).like(self._cut)
-            stages = {}
-            for stage in self.shape.stages_of(pp_rank):
+            stages, weights = {}, store.weights
+            rank_stages = self.shape.stages_of(pp_rank)
+            idle = weights.keys() - {name for stage in rank_stages for name in cut.trained_of(stage)}
+            for stage in rank_stages:
                 alive()
-                stored = {name: store.weights[name] for name in cut.params_of(stage)}
                 stages[stage] = cut.compiled(
                     stage,
-                    stored,
+                    {name: weights[name] for name in cut.params_of(stage)},
+                    {name: weights[name] for name in sorted(idle)} if stage == rank_stages[0] else {},
                     self.precisions.grad_dtype,
                     activations=self.memory.activations,
                     backwards=backwards,
@@ -129,6 +131,10 @@ class LossJob(PipelineJob):
             )
         # The first stage receives gradients alone.
         return CompiledRanks(workers, {**returning, **arriving}, returning)
+
+    def forget_source(self) -> None:  # noqa: D102
+        super().forget_source()
+        self.values = dict
 
     def model(self, params: Params, carried: Params) -> Any:  # noqa: D102
         return next(iter(self._models.values())).restored(params, carried)
@@ -228,7 +234,8 @@ class LossJob(PipelineJob):
         # Without replicas a microbatch is seen as it is without a pipeline.
         elif verdict.in_turn or batches.replicas == 1:
             count = batches.microbatches
-            self._say(f"rows: {reason}; microbatches = {count} change what is learned, 1 would not")
+            changes = "may change" if verdict.kind == "not understood" else "change"
+            self._say(f"rows: {reason}; microbatches = {count} {changes} what is learned, 1 would not")
         else:
             accepted = f'"parts", to train on the loss of parts of the rows: no stage of a pipeline sees all; {reason}'
             raise UserError("rows", self.rows, accepted)

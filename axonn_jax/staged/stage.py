@@ -41,6 +41,8 @@ class LossStage:
         evaluation: Its forward pass in an evaluation.
         slots: Results of the loss by their position in `function`, and in `evaluation`.
         sums: Form of the accumulated gradients, by name.
+        idle: Form of the gradients of parameters of its rank that no loss reads, which stay zero: the optimizer may
+            decay them, and another rank may read them.
         activations: Policy for the values that the forward pass saves.
         backwards: Variants of the backward pass.
         joins: True if the last stage joins forwards and backwards.
@@ -54,13 +56,14 @@ class LossStage:
         evaluation: StageFunction,
         slots: tuple[Mapping[int, TraceSlot], Mapping[int, TraceSlot]],
         sums: Mapping[str, jax.ShapeDtypeStruct],
+        idle: Mapping[str, jax.ShapeDtypeStruct],
         *,
         activations: Activations,
         backwards: Backwards,
         joins: bool,
     ):
         self.first, self.last = sides.incoming is None, sides.outgoing is None
-        self.joins, self.sums = self.last and joins, sums
+        self.joins, self.sums, self._summed = self.last and joins, {**sums, **idle}, tuple(sums)
         self.x = None if sides.incoming is None else sides.incoming.struct
         self.result_slots, self.evaluation_slots = slots
         """Results of the loss by their position among those of a program's `further`."""
@@ -91,8 +94,8 @@ class LossStage:
             states.arrived |= {slot: value for slot, value in inputs.items() if slot.startswith(STATE)}
         if arrived is not None:
             states.arrived[X if name.startswith("F") else DY] = arrived
-        own_sums = {parameter: sums[parameter] for parameter in self.sums}
-        ran = self._chain.run(name, {**inputs, **states.arrived}, states.residuals, own_sums)
+        stage_sums = {parameter: sums[parameter] for parameter in self._summed}
+        ran = self._chain.run(name, {**inputs, **states.arrived}, states.residuals, stage_sums)
         sums.update(ran.sums)
         # Drop references as soon as no later program reads the array: its device memory is freed between tasks.
         reads = self._chain.reads(name)

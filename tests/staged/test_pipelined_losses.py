@@ -1,16 +1,20 @@
 """`Trainer(loss=)` in a pipeline beside the same microbatches on one device: losses, state, numbers, checkpoints."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import staged_models as models
+from flax import nnx
 from launched import MPIRUN, UNDER_MPIRUN, environment
 
 import axonn_jax as ax
@@ -178,6 +182,47 @@ def test_the_model_is_the_trained_one():
     want = plain("vision")[2]
     statistics = np.asarray(model.features[1].mean[...])
     np.testing.assert_allclose(statistics, want[CARRIED + "features.1.mean"], atol=ULPS)
+
+
+class Scaled(nnx.Module):
+    """A scale that all blocks read, and a layer that none does."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        self.unread, self.scale = nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + nnx.relu(block(x)) * self.scale
+        return x
+
+
+def test_a_parameter_of_all_stages_and_one_of_none():
+    """The first is one, with summed gradients; the second decays. A module that was handed in is let go of."""
+    rng = np.random.default_rng(0)
+    batches = [{"x": rng.normal(size=(16, 8)).astype(np.float32)} for _ in range(STEPS)]
+    found = []
+    for axes in ({}, {"pipe": 4}):
+        model = Scaled(nnx.Rngs(0))
+        kernel = weakref.ref(model.blocks[0].kernel.get_raw_value())
+        trained = ax.Trainer(
+            model,
+            optax.adamw(1e-2, weight_decay=0.1),
+            ax.init(**axes),
+            loss=lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2),
+            microbatches=4,
+        )
+        losses = [float(trained.step(batch)["loss"]) for batch in batches]
+        del model
+        gc.collect()
+        assert axes == {} or kernel() is None
+        found.append((losses, arrays(trained)))
+        trained.close()
+    (want, params), (got, pipelined) = found
+    np.testing.assert_allclose(got, want, rtol=ULPS)
+    assert params.keys() == pipelined.keys()
+    for path, value in params.items():
+        np.testing.assert_allclose(pipelined[path], value, atol=ULPS, err_msg=path)
 
 
 @NIGHTLY
