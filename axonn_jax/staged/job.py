@@ -205,6 +205,11 @@ class LossJob(PipelineJob):
         for pp_rank, mesh in self.grid.meshes.items():
             with jax.set_mesh(mesh):
                 self._models[pp_rank] = self.model_on(mesh, part)
+        if not Replicas(next(iter(self.grid.meshes.values()))).manual:
+            # The comparison takes all parameters and rows on one device, and no process of a pipeline has them.
+            self._say(
+                "layers: split ones are not compared with Flax's own in a pipeline, as they are with grid.pipe = 1"
+            )
         for model in self._models.values():
             model.params, model.carried = dict(self.parts.params), dict(self.state)
         self.parts = self.parts._replace(specs=next(iter(self._models.values())).specs)
