@@ -19,7 +19,7 @@ from axonn_jax.staged.crossing import Crossing
 from axonn_jax.staged.loss_trace import LossTrace, Replicas, TraceSlot, trace_loss
 from axonn_jax.staged.stage import LossStage, StageSides
 from axonn_jax.staged.stage_trace import StageBuilder, float_positions, name_of, shapes, stage_parts
-from axonn_jax.staged.units import Flow, Unit, bytes_of, units_of
+from axonn_jax.staged.units import Flow, Unit, bytes_of, flops_of, units_of
 
 Ranges = Callable[[Sequence[SegmentCost]], list[range]]
 """Function from the costs of the units to the units of every virtual stage."""
@@ -221,6 +221,10 @@ class CutModel:
                     f"; sends {len(leaving)} array{'s' * (len(leaving) != 1)}, {size:,} bytes a replica's microbatch"
                 )
             lines.append(line)
+        scanned = max((flops_of(eqn) for eqn in self._flows[0].steps if eqn.primitive.name == "scan"), default=0)
+        if 2 * scanned > total:
+            share = scanned / total
+            lines.append(f"a scan with {share:.0%} of FLOPs stays in one stage: layers of a list (nnx.List) are cut")
         return lines
 
     def _inputs(self) -> dict[str, Any]:

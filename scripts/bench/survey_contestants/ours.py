@@ -11,7 +11,9 @@ ALL = ("L1", "L2", "V1", "M1")
 LANGUAGE = ("L1", "L2", "M1")
 
 
-def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, Any], pipeline: dict[str, Any]) -> Any:
+def train(
+    job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, Any], pipeline: dict[str, Any], *, plain: bool
+) -> Any:
     """Make the trainer of a model, this package's or somebody's Flax model: the code that a user writes."""
     import jax.numpy as jnp
     import optax
@@ -19,7 +21,7 @@ def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, A
     import axonn_jax as ax
 
     grid = ax.init(**axes, **joined(job, axes))
-    model, loss = model_of(job, grid)
+    model, loss = model_of(job, grid, plain=plain)
     return ax.Trainer(
         model,
         optax.adamw(lambda step: job.workload.rate(step, jnp), *BETAS, weight_decay=DECAY),
@@ -32,14 +34,19 @@ def train(job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, A
     )
 
 
-def model_of(job: Job, grid: Any) -> tuple[Any, Any]:
-    """A transformer and its own loss; or a plain Flax model and one, as in examples/cnn.py."""
+def model_of(job: Job, grid: Any, *, plain: bool) -> tuple[Any, Any]:
+    """A transformer and its own loss; or a plain Flax model and one, as in examples/cnn.py.
+
+    In a pipeline the trainer splits a plain model itself.
+    """
     import jax.numpy as jnp
     from flax import nnx
     from surveying import plain_models as models
 
     import axonn_jax as ax
 
+    if plain:
+        return models.model_of(job), models.loss_of
     if job.workload.is_language:
         shape = job.workload.shape()
         return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(job.data.seed), **balance(job)), None
@@ -70,15 +77,17 @@ def build(
     pipeline: dict[str, Any] = {},  # noqa: B006
     straggler: float = 0.0,
     timeline: str = "",
+    plain: bool = False,
 ) -> Runner:
     """A step on a grid, in microbatches as large as all contestants' or in so many.
 
-    `straggler` are mean seconds that the last rank sleeps before a task, `timeline` is a folder for the last steps'.
+    `straggler` are mean seconds that the last rank sleeps before a task, `timeline` is a folder for the last steps',
+    `plain` takes the language model of plain Flax in place of this package's.
     """
     import jax
 
     alike = job.microbatches(axes.get("data", 1) * axes.get("z", 1) * axes.get("expert", 1))
-    trainer = train(job, axes, microbatches or alike, memory, pipeline)
+    trainer = train(job, axes, microbatches or alike, memory, pipeline, plain=plain)
     if straggler:
         from surveying.slow import slow_down
 
