@@ -162,30 +162,37 @@ class Grid(NamedTuple):
         with mesh, nnx.use_eager_sharding(False):
             yield
 
-    def shard_batch(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch, *, local: bool = False) -> Batch:
         """Split a batch over `BATCH_AXES` along its first dim; scalars are replicated. No collectives.
 
         Args:
-            batch: Any tree of arrays, the same on every process.
+            batch: Any tree of arrays, the same on every process, which jax compares at each call.
+            local: True if every process passes its own rows of the batch alone, as a loader with a shard a process
+                reads them; rows of processes follow one another along `BATCH_AXES`. Nothing is compared.
 
         Raises:
-            UserError: The first dim of an array does not divide, or a leaf is not an array of numbers.
+            UserError: The first dim of an array does not divide, processes differ, or a leaf is no array of numbers.
         """
         import jax
+        import numpy as np
         from jax.sharding import NamedSharding, PartitionSpec
 
         def put(path: tuple[object, ...], leaf: object) -> object:
-            rows = getattr(leaf, "shape", ())[:1]
+            field, rows = f"batch{jax.tree_util.keystr(path)}", getattr(leaf, "shape", ())[:1]
+            layout = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES) if rows else PartitionSpec())
             if rows:
-                divides(
-                    f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, self.shape.batch_rule
-                )
-            spec = PartitionSpec(BATCH_AXES) if rows else PartitionSpec()
+                here = self.mesh.local_mesh.shape if local else self.mesh.shape
+                rule = self.shape.batch_rule + (" within this process" if local else "")
+                divides(f"{field} rows", rows[0], prod(here[axis] for axis in BATCH_AXES), rule)
             try:
-                return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+                if local and rows:
+                    return jax.make_array_from_process_local_data(layout, np.asarray(leaf))
+                return jax.device_put(leaf, layout)
             except TypeError:
-                accepted = "an array of numbers, rows first"
-                raise UserError(f"batch{jax.tree_util.keystr(path)}", type(leaf).__name__, accepted) from None
+                raise UserError(field, type(leaf).__name__, "an array of numbers, rows first") from None
+            except AssertionError:  # jax's comparison across processes
+                accepted = "the same array on every process; or local=True for the rows of each"
+                raise UserError(field, f"another array in process {self.rank}", accepted) from None
 
         return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
 
