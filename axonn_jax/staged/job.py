@@ -61,7 +61,8 @@ class LossJob(PipelineJob):
         if self._cut is None:
             self._cut = cut
             self._say(*cut.report())
-        elif set(map(frozenset, cut.names)) != set(map(frozenset, self._cut.names)):
+        # Costs differ with the length of rows: cut where the first batch was cut, whose stages have their parameters.
+        elif [*map(set, cut.like(self._cut).names)] != [*map(set, self._cut.names)]:
             accepted = "batches whose loss reads the parameters of every stage that the first batch's did"
             raise UserError("batch", form, accepted)
         self._settled.add((form, train))
@@ -74,6 +75,9 @@ class LossJob(PipelineJob):
         batches = self._tree_batches
         if batches.ragged(batch):
             raise UserError("batch", f"{batches.rows(batch)} rows", f"a multiple of {batches.share} rows here")
+        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in rows_of(batch)):
+            accepted = "numbers in a pipeline; a loss of (model, batch, key) gets the key of its part"
+            raise UserError("batch", "random keys in it", accepted)
         total = batches.all_rows(batch)
         numbers, _ = batches.numbers(total)
         local = batches.local(total)
@@ -82,9 +86,8 @@ class LossJob(PipelineJob):
         everywhere = {f" fixed {at}": partial(_on_all, leaf) for at, leaf in enumerate(jax.tree.leaves(fixed))}
 
         def part(number: int) -> MicrobatchRows:
-            own = numbers[number]
-            arrays = {f" rows {at}": partial(_by_rows, leaf, own, local) for at, leaf in enumerate(leaves)}
-            return MicrobatchRows(own.shape[1], {**arrays, **everywhere})
+            arrays = {f" rows {at}": partial(_by_rows, leaf, numbers[number], local) for at, leaf in enumerate(leaves)}
+            return MicrobatchRows(numbers.shape[2], {**arrays, **everywhere})
 
         return [part(number) for number in range(batches.microbatches)]
 

@@ -184,6 +184,16 @@ def test_the_model_is_the_trained_one():
     np.testing.assert_allclose(statistics, want[CARRIED + "features.1.mean"], atol=ULPS)
 
 
+@NIGHTLY
+def test_rows_of_other_lengths_run_in_the_stages_of_the_first():
+    long, short = models.texts(2)
+    batches = [long, jax.tree.map(lambda leaf: leaf[:, :3], short), long]
+    pipelined, alone = trainer("mixture", {"pipe": 3}), trainer("mixture", {})
+    got, want = (run(each, batches)[0] for each in (pipelined, alone))
+    pipelined.close()
+    np.testing.assert_allclose(got, want, rtol=ULPS)
+
+
 class Scaled(nnx.Module):
     """A scale that all blocks read, and a layer that none does."""
 

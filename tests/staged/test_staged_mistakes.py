@@ -1,5 +1,6 @@
 """What a user gets wrong about a pipeline of their own model: one line, before anything is compiled."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -114,8 +115,9 @@ def test_a_mistake_that_a_batch_shows_is_one_line(case):
         ({"image": np.ones((6, 8, 8, 3), np.float32), "label": np.zeros(6, np.int32)}, "multiple of 4"),
         ({"image": np.ones((8, 8, 8, 3), np.float32), "label": np.zeros(4, np.int32)}, "same rows in front"),
         (None, "batch"),
+        ({"image": np.ones((8, 8, 8, 3), np.float32), "label": jax.random.split(jax.random.key(0), 8)}, "batch"),
     ],
-    ids=["rows that do not divide", "uneven rows", "nothing"],
+    ids=["rows that do not divide", "uneven rows", "nothing", "keys"],
 )
 def test_a_batch_that_does_not_fit_is_one_line(batch, words):
     pipelined = trainer()
