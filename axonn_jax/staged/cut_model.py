@@ -249,6 +249,10 @@ class CutModel:
     def _message(self, number: int) -> Crossing:
         """Return the form of the messages between a stage and the next one."""
         train, evaluation = (shapes(parts[number].leaving) for parts in self._parts)
+        for aval in (*train, *evaluation):
+            if jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating):
+                accepted = "real numbers between stages; pipeline.split cuts elsewhere"
+                raise UserError("model", f"{aval.dtype} ahead of {self.unit_names[number + 1][0]}", accepted)
         return Crossing(
             self.replicas, self._rows, (train, tuple(train[at] for at in float_positions(train)), evaluation)
         )

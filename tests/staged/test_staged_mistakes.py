@@ -56,6 +56,19 @@ class Writes(nnx.Module):
         return x
 
 
+class Waves(nnx.Module):
+    """Complex numbers between layers."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        waves = jnp.fft.fft(x.astype(jnp.complex64))
+        for layer in self.layers:
+            waves = waves * layer.kernel[0].astype(jnp.complex64)
+        return jnp.abs(waves)
+
+
 def square(model, batch):
     return jnp.mean(model(batch["x"]) ** 2)
 
@@ -94,6 +107,11 @@ AT_THE_STEP = {
     "a split that does not add up": ({"pipeline": ax.PipelineConfig(split="1,1")}, "pictures", "add up"),
     "statistics of two stages": ({"model": lambda: Shared(nnx.Rngs(0)), "loss": square}, "x", "state that one stage"),
     "a written parameter": ({"model": lambda: Writes(nnx.Rngs(0)), "loss": square}, "x", "a call writes"),
+    "complex numbers between stages": (
+        {"model": lambda: Waves(nnx.Rngs(0)), "loss": square},
+        "x",
+        "real numbers between",
+    ),
     "a batch of another tree": ({"loss": square}, "pictures", "batch"),
 }
 
