@@ -63,6 +63,7 @@ NO_OFFLOAD = Condition("where memory.offload is none", lambda settings: settings
 PRUNED = Condition("where weights are pruned", lambda settings: settings.prune.prunes)
 LOSS = Condition("with loss=", lambda settings: settings.loss)
 LOSS_AT_ONCE = Condition("with loss= and no pipeline", lambda settings: settings.loss and settings.grid.pipe == 1)
+LOSS_IN_STAGES = Condition("with loss= in a pipeline", lambda settings: settings.loss and settings.grid.pipe > 1)
 DENSE = Condition("in a model without model.experts", lambda settings: not settings.experts)
 ADAPTED = Condition("with adapters", lambda settings: settings.lora.adapts)
 ONCE = Condition("where train.eval_every is 0", lambda settings: not settings.train.eval_every)
@@ -106,7 +107,7 @@ RULES = (
         "memory.activations", ("none",), LOSS_AT_ONCE,
         "; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them",
     ),
-    Rule("memory.activations", ("none", "full", "dots", "save_collectives"), LOSS),
+    Rule("memory.activations", ("none", "full", "dots", "save_collectives"), LOSS_IN_STAGES),
     *_defaults("memory", MemoryConfig, LOSS),
     *_defaults("tensor", TensorConfig, LOSS),
     *_defaults("moe", MoeConfig, DENSE),
