@@ -11,9 +11,7 @@ ALL = ("L1", "L2", "V1", "M1")
 LANGUAGE = ("L1", "L2", "M1")
 
 
-def train(
-    job: Job, axes: dict[str, int], microbatches: int, memory: dict[str, Any], pipeline: dict[str, Any], *, plain: bool
-) -> Any:
+def train(job: Job, axes: dict[str, int], microbatches: int, memory: Any, pipeline: Any, *, plain: bool) -> Any:
     """Make the trainer of a model, this package's or somebody's Flax model: the code that a user writes."""
     import jax.numpy as jnp
     import optax
@@ -35,10 +33,7 @@ def train(
 
 
 def model_of(job: Job, grid: Any, *, plain: bool) -> tuple[Any, Any]:
-    """A transformer and its own loss; or a plain Flax model and one, as in examples/cnn.py.
-
-    In a pipeline the trainer splits a plain model itself.
-    """
+    """A transformer and its own loss; or a model of plain Flax and one, which in a pipeline the trainer splits."""
     import jax.numpy as jnp
     from flax import nnx
     from surveying import plain_models as models
