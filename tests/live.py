@@ -55,9 +55,9 @@ def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None
         ran = rank.start(*tasks)
         for one in tasks:
             choosers[place].finished(one)
-            message = sends(one, trainer.engine.pipe_shape)
+            message = sends(one, trainer.engine.job.shape)
             if message is not None:
-                to = trainer.engine.pipe_shape.rank_of(message.stage)
+                to = trainer.engine.job.shape.rank_of(message.stage)
                 stage = pipe.ranks[to].stages[message.stage]
                 form = stage.x if message.direction == "forward" else stage.y
                 pipe.ranks[to].arrived(message, move(ran.value, form))

@@ -3,13 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import reduce
 from math import inf, isfinite, sqrt
-from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from axonn_jax.core.checkpoint.naming import State
@@ -21,7 +18,7 @@ from axonn_jax.core.models.vocabulary import without_padding
 from axonn_jax.core.state.param_store import ParamStore, Read
 from axonn_jax.core.tensor.params import Params, SplitModule
 from axonn_jax.pipe.channels.choice import choose
-from axonn_jax.pipe.engine_state import PipelineState, global_shapes
+from axonn_jax.pipe.engine_state import PipelineState, global_shapes, sums_of_ranks
 from axonn_jax.pipe.job import PipelineJob
 from axonn_jax.pipe.schedule.dispatcher import OrderedDispatcher, forward_only
 from axonn_jax.pipe.schedule.message_driven import dispatcher_of
@@ -125,9 +122,9 @@ class PipelineEngine:
         grads = {pp_rank: rank.gradients() for pp_rank, rank in pipe.ranks.items()}
         for name, pp_ranks in states.shared.items():
             status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
-            local_grads = {pp_rank: grads[pp_rank].pop(name) for pp_rank in pp_ranks if pp_rank in grads}
-            for pp_rank, values in sync.exchange(local_grads, pp_ranks).items():
-                grads[pp_rank][name] = _sum(values)
+            # No name is left to the other ranks' gradients, which would hold their memory through the update.
+            for pp_rank, total in sums_of_ranks(name, grads, sync.exchange, pp_ranks).items():
+                grads[pp_rank][name] = total
         measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
         losses, totals = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
@@ -229,7 +226,7 @@ class PipelineEngine:
     def _at(self, text: str) -> None:
         self._links.status.now(running=text)
 
-    def _prepare(self, batch: Any, *, train: bool) -> tuple[build.CompiledPipeline, list[Any]]:
+    def _prepare(self, batch: Any, *, train: bool = True) -> tuple[build.CompiledPipeline, list[Any]]:
         if self._half_done:
             self._recover()
         self.job.settle(batch, train=train)
@@ -290,9 +287,3 @@ class PipelineEngine:
             return OrderedDispatcher(shape, pp_rank)
         room = pipe.room.get(pp_rank, 0)  # unknown, hence 0, until the first step has shown how much memory is free
         return dispatcher_of(shape, pp_rank, policy.within(shape, room) if isinstance(policy, ByArrival) else policy)
-
-
-@jax.jit
-def _sum(values: list[jax.Array]) -> jax.Array:
-    # Bitwise equal on all ranks, whose copies must not diverge, since all add in the order of the ranks.
-    return reduce(add, values)

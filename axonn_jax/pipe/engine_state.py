@@ -1,6 +1,8 @@
 """State of a pipelined model in this process: a parameter store for each local rank of the pipe."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -199,3 +201,24 @@ def create_params(make: Callable[[], Params], specs: Specs, mesh: Mesh, shared: 
     params = create({name: layout for name, layout in shardings.items() if name not in shared})
     params |= create({name: shardings[name] for name in sorted(shared)}) if shared else {}
     return {name: params[name] for name in shardings}
+
+
+def sums_of_ranks(
+    name: str, grads: dict[int, Params], exchange: Callable[..., Any], pp_ranks: tuple[int, ...]
+) -> dict[int, jax.Array]:
+    """Return the summed gradient of a parameter that several ranks hold, by this process's ranks.
+
+    Args:
+        name: The parameter.
+        grads: Gradients by rank and name; the parameter's are taken out.
+        exchange: Function from gradients by rank and the ranks to the gradients of all of them, by rank.
+        pp_ranks: The ranks that hold the parameter.
+    """
+    local_grads = {pp_rank: grads[pp_rank].pop(name) for pp_rank in pp_ranks if pp_rank in grads}
+    return {pp_rank: _sum(values) for pp_rank, values in exchange(local_grads, pp_ranks).items()}
+
+
+@jax.jit
+def _sum(values: list[jax.Array]) -> jax.Array:
+    # Bitwise equal on all ranks, whose copies must not diverge, since all add in the order of the ranks.
+    return reduce(add, values)

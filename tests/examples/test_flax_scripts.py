@@ -94,7 +94,7 @@ def test_repeated_passages_are_memorised_without_the_goldfish_loss_only(tmp_path
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "left open"])
 def test_the_page_pipelines_plain_flax_layers(closed):
     """A script that forgets `close` ends in order too: a thread left in jax would abort the process."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/pipeline.md").read_text(), re.S)[1]
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipeline.md").read_text(), re.S)[-1]
     assert "trainer.close()" in code
     code = code if closed else code.replace("trainer.close()", "")
     done = succeeded([sys.executable, "-c", code], 300)

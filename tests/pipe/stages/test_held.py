@@ -63,7 +63,7 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
         live.run_with_a_slow_place(trainer, parts, rows, slow)
     trainer.close()
     for place, rank in parts.ranks.items():
-        stated = bounds.most_between_tasks(rank, trainer.engine.pipe_shape, trainer.engine.policy)
+        stated = bounds.most_between_tasks(rank, trainer.engine.job.shape, trainer.engine.job.policy)
         row = (pipe, chunks, policy, activations, layers, place, stated, usual[place], peaks.most[place])
         print("", *row, "", sep=" | ")
         assert peaks.most[place] <= stated, place

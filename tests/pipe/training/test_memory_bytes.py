@@ -42,7 +42,7 @@ LARGER = 5000
 
 def expected(trainer, options, device):
     """Return bytes a parameter times parameters, and of norms what float32 weights and sums have more."""
-    dtypes = trainer.engine.precisions
+    dtypes = getattr(trainer.engine, "job", trainer.engine).precisions  # a pipeline's are its job's
     norms = sum(value.size for name, value in trainer.engine.params.items() if "norm" in name)
     wider = FULL.weights.itemsize - dtypes.weights.itemsize
     weights = sum(planned.weights for planned in planned_of(trainer).values())

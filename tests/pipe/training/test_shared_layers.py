@@ -3,8 +3,6 @@
 import pytest
 from shared_layers import CASES, LAYERS, check, gradients, of_one_stage
 
-from axonn_jax.core.errors import UserError
-
 # "interleaved" has one rank's stages too, "both ways" has neighbours.
 SLOW = ("one rank's stages", "one rank's stages, three times", "neighbours", "first and last", "1f1b", "gpipe")
 
@@ -34,6 +32,5 @@ def test_every_policy_and_number_of_stages(policy, chunks, pipe):
     check(gradients(uses, pipe, policy=policy, virtual_stages=chunks, split=split), of_one_stage(uses))
 
 
-def test_a_layer_of_three_ranks_is_refused():
-    with pytest.raises(UserError, match=r"layers.1.*used by places \[0, 1, 2\] of the pipe"):
-        gradients((1, 5, 9), pipe=3, split="4,4,4")
+def test_a_layer_of_three_ranks_is_one_layer():
+    check(gradients((1, 5, 9), pipe=3, split="4,4,4"), of_one_stage((1, 5, 9)))

@@ -36,7 +36,7 @@ def test_a_split_stream_travels_through_a_pipeline_as_it_lies():
     losses, trainer = curve(GridShape(2, 1, 1, 2, 2), SPLIT)
     trainer.close()
     np.testing.assert_allclose(losses, curve(GridShape(), ALL_REDUCE)[0], rtol=grids.CURVE_TOLERANCE)
-    first, *_ = trainer.engine._plan(8, SMALL.seq_len + 1)
+    first, *_ = trainer.engine.job._plan(8, SMALL.seq_len + 1)
     assert first[-1].stretch.y.sharding.spec == P(BATCH_AXES, "y", "x")
 
 
