@@ -36,6 +36,7 @@ class CutModel:
         batch: Shapes of one replica's rows of a microbatch, in the tree of the batch.
         shape: Sizes of the pipeline.
         ranges: Choice of the units of every stage.
+        unit_names: Names of the units of every stage, where another batch has been cut; None to choose by `ranges`.
 
     Raises:
         UserError: The loss cannot be cut into so many stages.
@@ -50,6 +51,7 @@ class CutModel:
         batch: Any,
         shape: PipelineShape,
         ranges: Ranges,
+        unit_names: list[list[str]] | None,
     ):
         self.replicas, self._batch, self._shape, self._state = replicas, batch, shape, state
         self._rows = rows_of(batch)[0].shape[0]
@@ -64,13 +66,10 @@ class CutModel:
             raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
         self._units = [units_of(flow, self._sizes) for flow in self._flows]
         train = self._units[0]
-        costs = [SegmentCost(unit.name, unit.flops, 2 * unit.flops, unit.params) for unit in train]
-        self._choose([[train[number].name for number in each] for each in ranges(costs)])
-
-    def like(self, other: "CutModel") -> "CutModel":
-        """Cut where another batch's loss was cut, and return this."""
-        self._choose(other.unit_names)
-        return self
+        if unit_names is None:
+            costs = [SegmentCost(unit.name, unit.flops, 2 * unit.flops, unit.params) for unit in train]
+            unit_names = [[train[number].name for number in numbers] for numbers in ranges(costs)]
+        self._choose(unit_names)
 
     def _choose(self, unit_names: list[list[str]]) -> None:
         self.unit_names = unit_names

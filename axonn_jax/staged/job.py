@@ -43,6 +43,8 @@ class LossJob(PipelineJob):
     _models: dict[int, LossModel] = field(default_factory=dict)
     """The model on the mesh of each rank of this process, once a batch is there."""
     _cut: CutModel | None = None
+    _traced: dict[tuple[str, int], CutModel] = field(default_factory=dict)
+    """Cuts by the form of a batch and a rank, until their programs are compiled."""
     _settled: set[tuple[str, bool]] = field(default_factory=set)
     """Forms of batches whose loss may run in parts, in steps and in evaluations."""
 
@@ -56,13 +58,13 @@ class LossJob(PipelineJob):
             return
         if not self._models:
             self._make_models(self._part_of(batch))
-        cut = self._cut_for(batch)
+        # A step and an evaluation of a form have one cut.
+        cut = None if (form, not train) in self._settled else self._cut_for(batch)
         self._check_rows(batch, train=train)
-        if self._cut is None:
+        if self._cut is None and cut is not None:
             self._cut = cut
             self._say(*cut.report())
-        # Costs differ with the length of rows: cut where the first batch was cut, whose stages have their parameters.
-        elif [*map(set, cut.like(self._cut).names)] != [*map(set, self._cut.names)]:
+        elif cut is not None and self._cut is not None and [*map(set, cut.names)] != [*map(set, self._cut.names)]:
             accepted = "batches whose loss reads the parameters of every stage that the first batch's did"
             raise UserError("batch", form, accepted)
         self._settled.add((form, train))
@@ -98,7 +100,7 @@ class LossJob(PipelineJob):
         arriving: dict[int, Any] = {}
         returning: dict[int, Any] = {}
         for pp_rank, store in state.stores.items():
-            cut = self._cut_for(batch, pp_rank).like(self._cut)
+            cut = self._cut_for(batch, pp_rank)
             stages, weights = {}, store.weights
             rank_stages = self.shape.stages_of(pp_rank)
             idle = weights.keys() - {name for stage in rank_stages for name in cut.trained_of(stage)}
@@ -132,6 +134,7 @@ class LossJob(PipelineJob):
                 metrics=cut.metrics,
                 borrowed=build.borrowed(state.shared, pp_rank),
             )
+        self._traced.clear()
         # The first stage receives gradients alone.
         return CompiledRanks(workers, {**returning, **arriving}, returning)
 
@@ -187,9 +190,14 @@ class LossJob(PipelineJob):
         """Cut the loss of batches of this form, traced on the mesh of a rank."""
         pp_rank = next(iter(self._models)) if pp_rank is None else pp_rank
         part = self._part_of(batch)
-        replicas = Replicas(self.grid.meshes[pp_rank])
-        ranges = partial(ranges_of, self.shape, self.pipeline.split)
-        return CutModel(self._models[pp_rank], replicas, self.parts, self.state, part, self.shape, ranges)
+        if (key := (self.form_of(batch), pp_rank)) not in self._traced:
+            replicas = Replicas(self.grid.meshes[pp_rank])
+            ranges = partial(ranges_of, self.shape, self.pipeline.split)
+            # Costs differ with the length of rows: cut where the first batch was, whose stages have their parameters.
+            names = None if self._cut is None else self._cut.unit_names
+            settings = (self.parts, self.state, part, self.shape, ranges, names)
+            self._traced[key] = CutModel(self._models[pp_rank], replicas, *settings)
+        return self._traced[key]
 
     def _part_of(self, batch: Any) -> Any:
         """Return the shapes of one replica's rows of a microbatch, in the tree of the batch."""

@@ -24,8 +24,8 @@ class TraceSlot(NamedTuple):
     """Name of an input or a result of a traced loss."""
 
     kind: str
-    """Of an input: "param", "state", "rows", "fixed" (arrays of the batch without rows), "key", "number", "share",
-    "scale". Of a result: "loss", "aux", "state"."""
+    """Kind of an input: "param", "state", "rows", "fixed" (arrays of the batch without rows), "key", "number", "share",
+    "scale"; or of a result: "loss", "aux", "state"."""
     name: str = ""
     """Path of a parameter or of state, or the number of an array of the batch or of a metric."""
 

@@ -26,9 +26,9 @@ class StageSides:
     """Messages of a stage."""
 
     incoming: Crossing | None
-    """Those that arrive from the stage before; None for the first stage."""
+    """Messages from the stage before; None for the first stage."""
     outgoing: Crossing | None
-    """Those that leave for the stage behind; None for the last stage."""
+    """Messages to the next stage; None for the last stage."""
 
 
 class LossStage:

@@ -63,7 +63,7 @@ def stage_parts(flow: Flow, cuts: Sequence[int]) -> list[StagePart]:
         for var, slot in zip(jaxpr.outvars, results, strict=True):
             if slot.kind == "state":
                 step = flow.step_of.get(var) if isinstance(var, Var) else None
-                # State that depends on state alone, such as a counter, is written where the first stage reads it.
+                # State that depends on state alone, such as a counter, is written by the first stage.
                 chosen = number == 0 if step is None else begin <= step < end
             else:
                 chosen = last

@@ -13,7 +13,7 @@ from axonn_jax.pipe.stages.trace import boundary_struct
 
 
 class Region(ABC):
-    """Where the equations of a traced stage run, and the form in which values go from one program to the next."""
+    """Layout of a stage's programs over its devices, and the form of values between two programs."""
 
     mesh: Mesh
 
