@@ -1,6 +1,7 @@
 """Model cut into the stages of a pipeline, for batches of one form."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class CutModel:
         written = {slot.name for slot in self._train.results if slot.kind == "state"}
         if strange := sorted(written & self._sizes.keys()):
             raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
-        self._units = [units_of(flow, self._sizes) for flow in self._flows]
+        self._units = [units_of(flow, self._sizes, model.collections) for flow in self._flows]
         train = self._units[0]
         if unit_names is None:
             costs = [SegmentCost(unit.name, unit.flops, 2 * unit.flops, unit.params) for unit in train]
@@ -146,9 +147,13 @@ class CutModel:
             arrays: Arrays of a microbatch, by the names of the stages' inputs.
         """
         rows = [arrays[name_of(TraceSlot("rows", str(at)))] for at in range(len(rows_of(self._batch)))]
-        fixed = iter([value for name, value in arrays.items() if name.startswith(" fixed")])
+        numbers = count()
+
+        def fixed(_: Any) -> jax.Array:
+            return arrays[name_of(TraceSlot("fixed", str(next(numbers))))]
+
         marked = jax.tree.map(
-            lambda leaf: Replicated(jax.tree.map(lambda _: next(fixed), leaf.value)) if is_replicated(leaf) else leaf,
+            lambda leaf: Replicated(jax.tree.map(fixed, leaf.value)) if is_replicated(leaf) else leaf,
             self._batch,
             is_leaf=is_replicated,
         )
@@ -210,9 +215,9 @@ class CutModel:
         for stage, names in enumerate(self.unit_names):
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
             share = sum(units[name].flops for name in names) / total
-            count = sum(self._sizes[name] for name in self.params_of(stage))
+            elements = sum(self._sizes[name] for name in self.params_of(stage))
             place = self._shape.rank_of(stage)
-            line = f"stage {stage} (place {place}): {span}, {count:,} parameters, {share:.0%} of FLOPs"
+            line = f"stage {stage} (place {place}): {span}, {elements:,} parameters, {share:.0%} of FLOPs"
             if stage < self._shape.last:
                 leaving = self._parts[0][stage].leaving
                 size = sum(bytes_of(var) for var in leaving)

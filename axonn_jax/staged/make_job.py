@@ -1,6 +1,6 @@
 """Checks of a user's model and loss for a pipeline, and their job; each process creates its stages' arrays alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from inspect import isfunction
 from typing import Any
@@ -103,7 +103,7 @@ def pipelined_loss_job(
         optimizer,
         TreeBatches(grid, microbatches),
         parts._replace(params={n: p.update(dtype=precisions.weights) for n, p in shapes.items()}),  # type: ignore[attr-defined]
-        partial(_place, make is None, values),
+        partial(_copied if make is None else _made, values),
         owned=True,
         precisions=precisions,
         policy=policy,
@@ -154,14 +154,16 @@ def _values(make: Callable[[], Any]) -> Params:
     return {name: array_of(name, value) for _, values in leaves_of(state) for name, value in values.items()}
 
 
-def _place(there: bool, values: Callable[[], Params], specs: Specs, mesh: Mesh, shared: Any) -> Params:
-    """Return the float32 parameters of a rank on its mesh: copies of the user's, or made there."""
-    if there:
-        arrays = values()
-        return {
-            name: copied(jnp.asarray(arrays[name], jnp.float32), NamedSharding(mesh, spec))
-            for name, spec in specs.items()
-        }
+def _copied(values: Callable[[], Params], specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+    """Return float32 copies of the user's parameters on a mesh."""
+    arrays = values()
+    return {
+        name: copied(jnp.asarray(arrays[name], jnp.float32), NamedSharding(mesh, spec)) for name, spec in specs.items()
+    }
+
+
+def _made(values: Callable[[], Params], specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:
+    """Return the float32 parameters that a function makes, created on a mesh."""
 
     def make() -> Params:
         return {name: value.astype(jnp.float32) for name, value in values().items() if name in specs}

@@ -51,7 +51,7 @@ class Flow:
         """Last step that reads a step's value; results of the loss are read at the very end."""
         # Values that depend on parameters or state, and values that depend on the batch; constants are neither.
         free = {var for var, slot in self.slot_of.items() if slot.kind in FREE}
-        given = set(self.slot_of) - free
+        of_batch = set(self.slot_of) - free
         arrays_of: dict[Var, frozenset[str]] = {
             var: frozenset({slot.name}) for var, slot in self.slot_of.items() if slot.kind in FREE
         }
@@ -61,17 +61,17 @@ class Flow:
             self.producer.update((var, eqn) for var in eqn.outvars)
             read = [atom for atom in eqn.invars if isinstance(atom, Var)]
             arrays: frozenset[str] = frozenset().union(*(arrays_of.get(var, frozenset()) for var in read))
-            of_free, of_given = (any(var in group for var in read) for group in (free, given))
-            if of_free and of_given:
+            reads_free, reads_batch = (any(var in group for var in read) for group in (free, of_batch))
+            if reads_free and reads_batch:
                 number = len(self.steps)
                 self.steps.append(eqn)
                 self.step_of.update((var, number) for var in eqn.outvars)
                 for name in arrays:
                     self.read_at.setdefault(name, []).append(number)
                 self.last_read.update((var, number) for var in read if var in self.step_of)
-            elif of_free:
+            elif reads_free:
                 arrays_of.update((var, arrays) for var in eqn.outvars)
-            for group, member in ((free, of_free), (given, of_given)):
+            for group, member in ((free, reads_free), (of_batch, reads_batch)):
                 group.update(eqn.outvars if member else ())
         end = len(self.steps)
         for var, slot in zip(jaxpr.outvars, trace.results, strict=True):
@@ -92,7 +92,7 @@ class Flow:
         return list(accumulate(change))[: len(self.steps) + 1]
 
 
-def units_of(flow: Flow, sizes: Mapping[str, int]) -> list[Unit]:
+def units_of(flow: Flow, sizes: Mapping[str, int], collections: frozenset[str] = frozenset()) -> list[Unit]:
     """Return the units of a traced loss, in order.
 
     A unit begins where the program first reads a parameter or state of the next module: of the next entry of a list of
@@ -103,12 +103,12 @@ def units_of(flow: Flow, sizes: Mapping[str, int]) -> list[Unit]:
     Args:
         flow: The traced loss.
         sizes: Number of elements of every parameter, by path.
+        collections: Roots of paths under which Linen has arrays of the same modules, as `params` and `batch_stats`.
     """
-    # Linen's collections hold the arrays of the same modules: `params.Conv_0` and `batch_stats.Conv_0`.
-    collections = all(name.startswith("params.") for name in sizes)
     reads: dict[str, list[int]] = {}
     for name, steps in flow.read_at.items():
-        reads.setdefault(module_of(name.partition(".")[2] if collections else name), []).extend(steps)
+        root, _, path = name.partition(".")
+        reads.setdefault(module_of(path if root in collections else name), []).extend(steps)
     begins = sorted((min(steps), module) for module, steps in reads.items())
     crossing, cuts = flow.crossing_bytes(), [(0, begins[0][1] if begins else "loss")]
     for (_, previous), (first, module) in pairwise(begins):

@@ -121,15 +121,19 @@ class LossWorker(RankWorker):
         self._written, self._aux, self._train = dict(self._carried), [[] for _ in range(self._metrics)], train
         self._scale = 1.0 if scale is None else scale
         factor = replicated(np.float32(self._scale), self._replicated)
-        for number, (inputs, microbatch) in enumerate(zip(self._inputs, rows, strict=True)):
-            needs_all = self._last and self._weight is not None
-            inputs |= {n: put(self._replicas) for n, put in microbatch.arrays.items() if needs_all or n in self._reads}
+        needs_all = self._last and self._weight is not None
+        batch = [
+            {n: put(self._replicas) for n, put in microbatch.arrays.items() if needs_all or n in self._reads}
+            for microbatch in rows
+        ]
+        for number, (inputs, arrays) in enumerate(zip(self._inputs, batch, strict=True)):
+            inputs |= arrays
             inputs |= {NUMBER: self._numbers[number]} | ({} if key is None else {KEY: key})
             if self._last:
                 inputs[SCALE] = factor
         if self._last:
             # The shares stay on the device: they scale the gradients without a synchronization with the host.
-            shares, self._total = self._shares(self._inputs, rows[0].rows)
+            shares, self._total = self._shares(batch, rows[0].rows)
             for inputs, share in zip(self._inputs, shares, strict=True):
                 inputs[SHARE] = share
 
@@ -147,23 +151,19 @@ class LossWorker(RankWorker):
                 self._written[slot.name] = value
 
     def _sharing(self, microbatches: int) -> Callable[[list[dict[str, Any]], int], tuple[list[jax.Array], Any]]:
-        """Return a function: inputs of the microbatches, rows of a replica -> shares of the mean loss, their total."""
+        """Return a function: arrays of the microbatches, rows of a replica -> shares of the mean loss, their total."""
         by_replica = self._replicas.by_replica(jax.ShapeDtypeStruct((), jnp.float32)).sharding
         parts = microbatches * self._replicas.count
         if self._weight is None:
             share = jax.device_put(np.full(self._replicas.count, 1 / parts, np.float32), by_replica)
-            return lambda inputs, rows: ([share] * microbatches, np.float32(parts * rows))
+            return lambda batch, rows: ([share] * microbatches, np.float32(parts * rows))
         weight = self._weight
 
-        def weigh(inputs: list[dict[str, jax.Array]]) -> tuple[list[jax.Array], jax.Array]:
-            weights = [part_weights(weight, *self._batch_of(each), 1) for each in inputs]
+        def weigh(batch: list[dict[str, jax.Array]]) -> tuple[list[jax.Array], jax.Array]:
+            weights = [part_weights(weight, *self._batch_of(arrays), 1) for arrays in batch]
             total = jnp.sum(jnp.stack(weights))
-            return [each / total for each in weights], total
+            return [number / total for number in weights], total
 
         run = jax.jit(weigh, out_shardings=([by_replica] * microbatches, self._replicated))
 
-        def shares(inputs: list[dict[str, Any]], rows: int) -> tuple[list[jax.Array], Any]:
-            batch = [{n: v for n, v in each.items() if n.startswith((" rows", " fixed"))} for each in inputs]
-            return run(batch)  # type: ignore[no-any-return]
-
-        return shares
+        return lambda batch, rows: run(batch)

@@ -49,6 +49,8 @@ class LinenLossModel(LossModel):
         arrays = {keystr(path, simple=True, separator="."): _array(value) for path, value in leaves}
         self._names = list(arrays)
         self._collections = set(tree) - {"params"} if isinstance(tree, Mapping) and "params" in tree else set()
+        if isinstance(tree, Mapping) and "params" in tree:
+            self.collections = frozenset(tree)
         of_params = {n: value for n, value in arrays.items() if n.split(".")[0] not in self._collections}
         for name, value in of_params.items():
             check_real(name, value)

@@ -68,6 +68,8 @@ class LossModel(ABC):
     """Paths of the kernels of layers that have a sharded form, except for embedding tables."""
     tree: ParamTree
     """Converter between parameters by path and the tree that Flax gives an optimizer."""
+    collections: frozenset[str] = frozenset()
+    """Roots of paths that are Linen's collections, which hold arrays of the same modules."""
     streamed = False
     """True if the model holds random streams."""
 
