@@ -172,11 +172,11 @@ class TensorConfig(Settings):
 
     sub_batches: CountOrZero = 0
     """Equal parts of a microbatch's sequences on a device; matmuls of one part run beside all-reduces of another. 0:
-    auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Used where grid.pipe
-    is 1."""
+    auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Above 1, needs
+    grid.pipe = 1."""
     order: Order = "auto"
     """Order of a step's computation: package (found in virtual time), xla, or auto: package on accelerators where
-    grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. Used where grid.pipe is 1."""
+    grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. package needs grid.pipe = 1."""
     residual_comm: ResidualComm = "all_reduce"
     """Communication of blocks over grid.x. all_reduce: heads and MLP features are split over grid.y, and the wide
     features are all-reduced. gather: heads and MLP features are split over grid.y and grid.x, and the narrow residual

@@ -106,7 +106,7 @@ def check(config: Config) -> Config:
         raise UserError("prune.at_step", config.prune.at_step, f"below train.steps, which is {config.train.steps}")
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
-    if (parts := config.tensor.sub_batches) and config.rows % parts and config.grid.pipe == 1:
+    if (parts := config.tensor.sub_batches) and config.rows % parts:
         accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
         raise UserError("tensor.sub_batches", parts, accepted)
     check_samples(config, shape)

@@ -183,14 +183,17 @@ def test_a_files_pipeline_and_offloaded_state_are_as_planned_and_no_flag_is_said
         assert best["command"].replace("-batch", "_batch").count("--train.global_batch") == 1
 
 
-def test_microbatches_divide_into_a_files_sub_batches_where_there_is_no_pipeline(tmp_path, capsys):
+def test_microbatches_divide_into_a_files_sub_batches_without_a_pipeline(tmp_path, capsys):
     file = tmp_path / "own.toml"
     file.write_text(OWN + "[tensor]\nsub_batches = 2\n")
-    for axes, fits in ((("--grid.pipe", "1"), True), (("--grid.pipe", "2", "--microbatch", "1"), False)):
-        best = planned(capsys, "--model", str(file), "--batch-tokens", str(64 * 2048), *axes)["configs"]
-        assert [one["microbatch"] % 2 == 0 for one in best] == [fits] * len(best)
-    assert main(["plan", "--model", str(file), *MACHINE, "--grid.pipe", "1", "--microbatch", "1"]) == 2
-    assert "--grid.pipe = 1: one of 2, 4, 8, 16, which" in capsys.readouterr().err
+    best = planned(capsys, "--model", str(file), "--batch-tokens", str(64 * 2048))["configs"]
+    assert all(one["microbatch"] % 2 == 0 and one["pipe"] == 1 for one in best)
+    for axes, said in (
+        (("--grid.pipe", "1", "--microbatch", "1"), "--grid.pipe = 1: one of 2, 4, 8, 16, which"),
+        (("--grid.pipe", "2"), "tensor.sub_batches = 2: 0 or 1 where grid.pipe is above 1"),
+    ):
+        assert main(["plan", "--model", str(file), *MACHINE, *axes]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_gradients_of_adapters_are_float32_in_every_precision():

@@ -59,10 +59,10 @@ class Walk(Loops):
             return [Value(unknown("another program for the rows of a part"), None)] * len(full.outvars)
         env = dict(zip(full.invars, values, strict=True))
         for at, pair in enumerate(zip(full.constvars, part.constvars, strict=True)):
-            env[pair[0]] = self._constant(*(values[at] for values in consts)) if consts[0] else self._opaque(pair)
+            env[pair[0]] = self.constant(*(values[at] for values in consts)) if consts[0] else self._opaque(pair)
 
         def read(var: Any, other_var: Any) -> Value:
-            return self._literal(var, other_var) if hasattr(var, "val") else env[var]
+            return self.literal(var, other_var) if hasattr(var, "val") else env[var]
 
         for eqn, other_eqn in zip(full.eqns, part.eqns, strict=True):
             operands = [read(*pair) for pair in zip(eqn.invars, other_eqn.invars, strict=True)]
@@ -73,7 +73,8 @@ class Walk(Loops):
         shapes = (pair[0].aval.shape, pair[1].aval.shape)
         return Value(Same(wide(shapes[0])) if shapes[0] == shapes[1] else BY_PLACE, self.name("const", id(pair[0])))
 
-    def _constant(self, value: Any, other: Any) -> Value:
+    def constant(self, value: Any, other: Any) -> Value:
+        """Return the value of a constant of both programs."""
         key = self.name("const", id(value))
         shape = jnp.shape(value)
         if value is other or isinstance(value, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
@@ -92,7 +93,8 @@ class Walk(Loops):
             return self._literal_pair(a, b, key) if a.ndim == 0 else Value(BY_COUNT, key)
         return Value(Same(wide(shape)), key)
 
-    def _literal(self, var: Any, other: Any) -> Value:
+    def literal(self, var: Any, other: Any) -> Value:
+        """Return the value of a number that stands in both programs."""
         if not hasattr(other, "val"):
             return Value(unknown("another program for the rows of a part"), None)
         return self._literal_pair(np.asarray(var.val), np.asarray(other.val), self.name("literal", str(var.val)))

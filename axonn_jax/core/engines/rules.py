@@ -85,6 +85,9 @@ RULES = (
     Rule("tensor.scan_layers", ("auto", "no"), PIPE),
     # Buckets of offloaded optimizer state hold the parameters of individual layers, not of stacked ones.
     Rule("tensor.scan_layers", ("auto", "no"), OFFLOAD),
+    # A stage's programs run one at a time between messages, in XLA's order.
+    Rule("tensor.order", ("auto", "xla"), PIPE),
+    Rule("tensor.sub_batches", (0, 1), PIPE, ": microbatches overlap by themselves"),
     # Forward and backward passes are separate programs, and each gathers the weights itself.
     Rule("memory.reshard_after", ("forward",), PIPE),
     Rule("memory.resident", ("auto",), NO_OFFLOAD),

@@ -77,17 +77,21 @@ def run_plain(model: Model, linen: bool) -> Plain:
     split = _linen_split(model.make(), model.loss) if linen else _module_split(model.make(), model.loss)
     program = jax.jit(jax.value_and_grad(split.loss))
     loss, found = program(split.params, model.batch)
-    rng = np.random.default_rng(0)
+    _, again = program(*moved((split.params, model.batch), np.random.default_rng(0)))
+    gradients = _float64(found)
+    return Plain(float(loss), gradients, worst(gradients, _float64(again))[0])
 
-    def moved(value: Any) -> Any:
+
+def moved(tree: Any, rng: np.random.Generator) -> Any:
+    """The arrays, each number of floating point moved by a unit in the last place."""
+
+    def move(value: Any) -> Any:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
         towards = np.where(rng.integers(0, 2, value.shape), np.inf, -np.inf).astype(value.dtype)
         return np.nextafter(np.asarray(value), towards)
 
-    _, again = program(*jax.tree.map(moved, (split.params, model.batch)))
-    gradients = _float64(found)
-    return Plain(float(loss), gradients, _worst(gradients, _float64(again))[0])
+    return jax.tree.map(move, tree)
 
 
 def _float64(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -111,7 +115,7 @@ def compare(model: Model, linen: bool, shape: GridShape, plain: Plain) -> Outcom
     options["xla_disable_hlo_passes"] += f",{_COMBINER}"
     compiled = lowered.compile(options)
     value, found = compiled(split.params, _laid_out(model.batch, grid))
-    worst, where = _worst(plain.gradients, _float64(found))
+    difference, where = worst(plain.gradients, _float64(found))
     held = {
         name: int(np.prod(one.sharding.shard_shape(one.shape))) * one.dtype.itemsize
         for name, one in split.params.items()
@@ -122,7 +126,7 @@ def compare(model: Model, linen: bool, shape: GridShape, plain: Plain) -> Outcom
     whole = tuple(name for name in total if held[name] == total[name] > size / 100)
     traffic = _traffic(collectives(text_of(compiled), mesh_sizes(shape)), split.reported)
     return Outcome(
-        abs(float(value) - plain.loss) / abs(plain.loss), worst, where, sum(held.values()) / ideal, traffic, whole
+        abs(float(value) - plain.loss) / abs(plain.loss), difference, where, sum(held.values()) / ideal, traffic, whole
     )
 
 
@@ -158,7 +162,8 @@ def _laid_out(batch: Any, grid: Grid) -> Any:
     return jax.tree.map(place, batch)
 
 
-def _worst(plain: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> tuple[float, str]:
+def worst(plain: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> tuple[float, str]:
+    """Worst difference of an element, as in `Outcome`, and its parameter."""
     top = max(float(np.abs(value).max()) for value in plain.values())
     errors = {
         name: float(np.abs(value - other[name]).max() / max(float(np.abs(value).max()), 1e-3 * top))
