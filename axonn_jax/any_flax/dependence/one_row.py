@@ -1,17 +1,20 @@
 """Programs of one row: jax writes some of its functions otherwise for an axis of size one, which changes no value."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from axonn_jax.any_flax.dependence.row_types import Fault
 from axonn_jax.any_flax.dependence.row_walk import Walk
 from axonn_jax.core.backend.jaxprs import bodies, equations
 
+Atom = Var | Literal
 _JAX = str(Path(jax.__file__).parent)
+_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+"""Primitives that only move values."""
 _AXES = frozenset(
     {"axes", "axis", "broadcast_dimensions", "concatenate_dimension", "dimension", "dimension_numbers", "dimensions"}
     | {"permutation"}
@@ -22,68 +25,117 @@ _AXES = frozenset(
 def alike(program: ClosedJaxpr, other: ClosedJaxpr, rows: tuple[int, int]) -> bool:
     """Return whether two traces of a loss are one program, but for the number of rows and inside functions of jax.
 
-    `jnp.take_along_axis`, for example, gathers along other axes if one of them has size one. A loss that itself does
-    something else for one row, as `jnp.squeeze` or a branch in Python, is another program.
+    `jnp.take_along_axis` and `jnp.einsum`, for example, leave axes of size one out of gathers and products. A loss that
+    itself does something else for one row, by `jnp.squeeze` or a branch in Python, is another program.
 
     Args:
         program: The loss of more rows.
         other: The loss of fewer rows.
         rows: Numbers of rows.
     """
-    walk = Walk(rows, "")
-    ratio = rows[0] // rows[1]
+    pair = _Pair(rows)
+    if not pair.bodies_alike(program.jaxpr, other.jaxpr):
+        return False
+    constants = (pair.walk.constant(*values).type for values in zip(program.consts, other.consts, strict=True))
+    return not any(isinstance(kind, Fault) for kind in constants)
 
-    def sizes_alike(a: Any, b: Any) -> bool:
-        """Return whether parameters are equal, but for sizes that follow the rows."""
-        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-            return len(a) == len(b) and all(map(sizes_alike, a, b))
-        if isinstance(a, int) and isinstance(b, int):
-            return a in (b, ratio * b)
-        return not isinstance(a, str | frozenset) or a == b
 
-    def bodies_alike(full: Any, part: Any) -> bool:
-        if len(full.eqns) != len(part.eqns) or len(full.outvars) != len(part.outvars):
+class _Pair:
+    """Comparison of two programs, one call of jax after the other."""
+
+    def __init__(self, rows: tuple[int, int]):
+        self.walk, self._ratio = Walk(rows, ""), rows[0] // rows[1]
+
+    def bodies_alike(self, full: Jaxpr, part: Jaxpr) -> bool:
+        """Return whether two programs make the same calls with corresponding values."""
+        sides, calls = (full, part), [_calls(full), _calls(part)]
+        inputs = [[*side.invars, *side.constvars] for side in sides]
+        if [site for site, _ in calls[0]] != [site for site, _ in calls[1]] or len(inputs[0]) != len(inputs[1]):
             return False
-        env = dict(zip([*full.invars, *full.constvars], [*part.invars, *part.constvars], strict=True))
+        last_reads = [_last_reads(side, side_calls) for side, side_calls in zip(sides, calls, strict=True)]
+        env: dict[Var, Var] = dict(zip(*inputs, strict=True))
+        for number, ((_, eqns), (_, other_eqns)) in enumerate(zip(*calls, strict=True)):
+            names, other_names = ([eqn.primitive.name for eqn in side] for side in (eqns, other_eqns))
+            if names == other_names:
+                if not all(self._equations_alike(*each, env) for each in zip(eqns, other_eqns, strict=True)):
+                    return False
+                continue
+            # One call of jax that is written otherwise: it computes the same from the same values.
+            reads, other_reads = (_read(side) for side in (eqns, other_eqns))
+            results, other_results = (
+                [var for eqn in side for var in eqn.outvars if reads_of.get(var, 0) > number]
+                for side, reads_of in zip((eqns, other_eqns), last_reads, strict=True)
+            )
+            computed, other_computed = ([name for name in side if name not in _SHAPES] for side in (names, other_names))
+            same = computed == other_computed and {env[var] for var in reads} == other_reads
+            if not (same and self._results_alike(results, other_results)):
+                return False
+            env.update(zip(results, other_results, strict=True))
+        return self._operands_alike(full.outvars, part.outvars, env)
 
-        def operands_alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-            return len(a) == len(b) and all(map(operand_alike, a, b))
+    def _equations_alike(self, eqn: JaxprEqn, other: JaxprEqn, env: dict[Var, Var]) -> bool:
+        """Return whether two equations of one primitive are alike, and note that their results correspond."""
+        params = all(
+            eqn.params[name] == other.params[name]
+            if name in _AXES
+            else self._sizes_alike(eqn.params[name], other.params[name])
+            for name in eqn.params
+        )
+        same = params and self._operands_alike(eqn.invars, other.invars, env)
+        inner = zip(bodies(eqn), bodies(other), strict=False)
+        if not (same and self._results_alike(eqn.outvars, other.outvars)):
+            return False
+        env.update(zip(eqn.outvars, other.outvars, strict=True))
+        return all((_of_jax(a) and _of_jax(b)) or self.bodies_alike(a, b) for a, b in inner)
 
-        def operand_alike(a: Any, b: Any) -> bool:
-            if hasattr(a, "val") or hasattr(b, "val"):
-                return hasattr(a, "val") and hasattr(b, "val") and known(walk.literal(a, b))
+    def _operands_alike(self, atoms: Sequence[Atom], others: Sequence[Atom], env: dict[Var, Var]) -> bool:
+        def known(a: Atom, b: Atom) -> bool:
+            if isinstance(a, Literal):
+                return isinstance(b, Literal) and not isinstance(self.walk.literal(a, b).type, Fault)
             return env[a] is b
 
-        for a, b in zip(full.eqns, part.eqns, strict=True):
-            same = a.primitive is b.primitive and operands_alike(a.invars, b.invars)
-            params = same and all(
-                a.params[name] == b.params[name] if name in _AXES else sizes_alike(a.params[name], b.params[name])
-                for name in a.params
-            )
-            shapes = same and all(
-                sizes_alike(u.aval.shape, v.aval.shape) for u, v in zip(a.outvars, b.outvars, strict=True)
-            )
-            if not (params and shapes and all(map(inner_alike, bodies(a), bodies(b)))):
-                return False
-            env.update(zip(a.outvars, b.outvars, strict=True))
-        return operands_alike(full.outvars, part.outvars)
+        return len(atoms) == len(others) and all(map(known, atoms, others))
 
-    def inner_alike(a: Any, b: Any) -> bool:
-        return (_of_jax(a) and _of_jax(b)) or bodies_alike(a, b)
+    def _results_alike(self, results: Sequence[Var], others: Sequence[Var]) -> bool:
+        shapes, other_shapes = ([getattr(var.aval, "shape", ()) for var in side] for side in (results, others))
+        return self._sizes_alike(shapes, other_shapes)
 
-    def known(value: Any) -> bool:
-        return not isinstance(value.type, Fault)
-
-    consts = zip(program.consts, other.consts, strict=False)
-    return bodies_alike(program.jaxpr, other.jaxpr) and all(known(walk.constant(*pair)) for pair in consts)
+    def _sizes_alike(self, a: object, b: object) -> bool:
+        """Return whether parameters or shapes are equal, but for sizes that follow the rows."""
+        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+            return len(a) == len(b) and all(map(self._sizes_alike, a, b))
+        if isinstance(a, int) and isinstance(b, int):
+            return a in (b, self._ratio * b)
+        return not isinstance(a, str | frozenset) or a == b
 
 
-def _of_jax(jaxpr: Any) -> bool:
+def _calls(jaxpr: Jaxpr) -> list[tuple[object, list[JaxprEqn]]]:
+    """Return the equations by the call outside of jax that makes them: an instruction of Python's, not only a line."""
+    return [(site, list(eqns)) for site, eqns in groupby(jaxpr.eqns, _site)]
+
+
+def _site(eqn: JaxprEqn) -> object:
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    # A line may hold several calls, of which a branch within it takes one: the instruction tells them apart.
+    frames = zip(*traceback.raw_frames(), strict=True)
+    return next(((code, at) for code, at in frames if not code.co_filename.startswith(_JAX)), None)
+
+
+def _read(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """Return the values that equations read and do not compute."""
+    computed = {var for eqn in eqns for var in eqn.outvars}
+    return {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)} - computed
+
+
+def _last_reads(jaxpr: Jaxpr, calls: Sequence[tuple[object, list[JaxprEqn]]]) -> dict[Var, int]:
+    """Return the number of the last call that reads a value; the number of all calls for a result of the program."""
+    found = {var: number for number, (_, eqns) in enumerate(calls) for var in _read(eqns)}
+    return found | {atom: len(calls) for atom in jaxpr.outvars if isinstance(atom, Var)}
+
+
+def _of_jax(jaxpr: Jaxpr) -> bool:
     """True if jax's own code wrote all equations: what it computes does not depend on how it is written."""
-    frames = (
-        frame
-        for eqn in equations(jaxpr)
-        if eqn.source_info.traceback is not None
-        for frame in eqn.source_info.traceback.frames
-    )
+    frames = (frame for eqn in equations(jaxpr) for frame in getattr(eqn.source_info.traceback, "frames", ()))
     return all(frame.file_name.startswith(_JAX) for frame in frames)

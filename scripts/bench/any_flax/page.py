@@ -31,7 +31,7 @@ def page(figures: Mapping[str, Any]) -> str:
         cells = [_cells(name, row, grids) for name, row in rows.items() if row["linen"] == linen]
         if cells:
             lines += [f"## {len(cells)} {title} models", "", *markdown(heads, cells), ""]
-    lines += ["## Again", "", "```sh", *_commands(rows), figures["command"], "```", "", _versions(figures), ""]
+    lines += ["## Again", "", "```sh", *commands(rows), figures["command"], "```", "", versions(figures), ""]
     return "\n".join(lines)
 
 
@@ -56,12 +56,12 @@ def _cells(name: str, row: Mapping[str, Any], grids: Sequence[str]) -> list[str]
     outcomes = row["outcomes"]
     losses = [one["loss"] for one in outcomes.values() if "loss" in one]
     return [
-        name, row["kind"], f"{row['parameters']:,}", _power(max(losses, default=0.0)), _power(row["rounding"]),
+        name, row["kind"], f"{row['parameters']:,}", power(max(losses, default=0.0)), power(row["rounding"]),
         *(_cell(outcomes.get(grid, {})) for grid in grids), _most(outcomes.values()),
     ]  # fmt: skip
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
     """A number such as 2e-7."""
     return f"{value:.0e}".replace("e-0", "e-") if value else "0"
 
@@ -76,7 +76,7 @@ def _cell(outcome: Mapping[str, Any]) -> str:
     counted = f"{layers / reported:.2f}" if reported else "-"
     added = sum(traffic["added"].values())
     share = added / (added + layers) if added else 0.0
-    return f"{_power(outcome['gradient'])}/{outcome['share']:.2f}/{counted}/{share:.2f}"
+    return f"{power(outcome['gradient'])}/{outcome['share']:.2f}/{counted}/{share:.2f}"
 
 
 def _most(outcomes: Iterable[Mapping[str, Any]]) -> str:
@@ -87,12 +87,14 @@ def _most(outcomes: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"{key} {count / sums.total():.0%}" for key, count in sums.most_common(1))
 
 
-def _commands(rows: Mapping[str, Any]) -> list[str]:
+def commands(rows: Mapping[str, Any]) -> list[str]:
+    """Shell commands that make the copies."""
     used = [SOURCES[name] for name in dict.fromkeys(row["source"] for row in rows.values())]
     packages = sorted(f"{source.name}=={source.version}" for source in used if not source.folder)
     clones = sorted({source.clone for source in used if source.folder})
     return [f'pip install --no-deps --target "$PACKAGES" {" ".join(packages)} {NEEDED}', *clones]
 
 
-def _versions(figures: Mapping[str, Any]) -> str:
+def versions(figures: Mapping[str, Any]) -> str:
+    """The versions that were measured."""
     return ", ".join(f"{name} {version}" for name, version in figures["versions"].items()) + "."

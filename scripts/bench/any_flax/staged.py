@@ -5,8 +5,7 @@ import io
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from any_flax.strangers import Model
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.core.grid import GridShape, build_grid
+from axonn_jax.core.grid import Grid, GridShape
 from axonn_jax.core.tensor.specs import is_replicated, values_of
 
 STEPS, MICROBATCHES, RATE = 6, 4, 0.05
@@ -73,32 +72,45 @@ def run_plain(model: Model, linen: bool) -> Plain:
     return Plain(losses, changes, worst(changes, again)[0], _distance(losses, others))
 
 
-def compare(model: Model, linen: bool, shape: GridShape, plain: Plain) -> Outcome:
-    """One grid's outcome; runs of 2 or 3 devices go on with as many stages as the other half way, from a checkpoint."""
+def compare(
+    model: Model, linen: bool, shape: GridShape, plain: Plain, channel: str = "", grid: Grid | None = None
+) -> Outcome:
+    """One grid's outcome; of several processes, which bring a grid and a channel, the worst.
+
+    Runs of 2 or 3 devices in one process go on with the other number of stages half way, from a checkpoint.
+    """
     start, train = _by_name(model.make(), linen), batches(model)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        trainer = _trainer(model, shape)
+        trainer = _trainer(model, grid or ax.init(**asdict(shape)), channel)
         losses = [float(trainer.step(batch)["loss"]) for batch in train[: STEPS // 2]]
         with tempfile.TemporaryDirectory() as folder:
-            if shape.devices == shape.pipe:
+            if shape.devices == shape.pipe and not channel:
                 trainer.save(folder, len(losses))
                 trainer.close()
-                trainer = _trainer(model, replace(shape, pipe=5 - shape.pipe))
+                trainer = _trainer(model, ax.init(pipe=5 - shape.pipe))
                 trainer.resume(folder)
             losses += [float(trainer.step(batch)["loss"]) for batch in train[STEPS // 2 :]]
     params = trainer.engine.params
-    difference, where = worst(plain.gradients, _changes(start, {name: np.asarray(p) for name, p in params.items()}))
+    difference, where = worst(
+        {name: plain.gradients[name] for name in params},
+        _changes({name: start[name] for name in params}, {name: np.asarray(p) for name, p in params.items()}),
+    )
     share, whole = _share(params, shape.z * shape.y * shape.x)
     trainer.close()
+    if channel:
+        from mpi4py import MPI
+
+        difference, where = max(MPI.COMM_WORLD.allgather((difference, where)))
     lines = tuple(line for line in said.getvalue().splitlines() if line.startswith(("stage ", "rows: ", "a scan")))
     return Outcome(_distance(plain.losses, losses), difference, where, share, whole, lines)
 
 
-def _trainer(model: Model, shape: GridShape) -> Any:
-    grid = build_grid(shape, jax.devices()[: shape.devices])
+def _trainer(model: Model, grid: Grid, channel: str = "") -> Any:
+    pipeline = ax.PipelineConfig(channel=channel or "auto")  # type: ignore[arg-type]
+    options = {"microbatches": MICROBATCHES, "clip": 0.0, "pipeline": pipeline}
     # An optimizer without state: the change of a parameter is the sum of its gradients.
-    return ax.Trainer(model.make(), optax.sgd(RATE), grid, loss=model.loss, microbatches=MICROBATCHES, clip=0.0)
+    return ax.Trainer(model.make(), optax.sgd(RATE), grid, loss=model.loss, **options)  # type: ignore[arg-type]
 
 
 def _loop(model: Model, linen: bool, move: Callable[[Any], Any]) -> tuple[list[float], dict[str, np.ndarray]]:
