@@ -82,6 +82,11 @@ CASES = {
     "a Linen module": ({"model": linen.Dense(3)}, "tree of Linen parameters"),
     "a number": ({"model": 3}, "tree of Linen parameters"),
     "offloaded activations": ({"memory": ax.MemoryConfig(activations="offload")}, "memory.activations"),
+    "an order": ({"tensor": ax.TensorConfig(order="package")}, "tensor.order"),
+    "sub-batches": ({"tensor": ax.TensorConfig(sub_batches=2)}, "tensor.sub_batches"),
+    "no parameters": ({"model": lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0))}, "one with parameters"),
+    "virtual stages of a plain order": ({"pipeline": ax.PipelineConfig(policy="1f1b", virtual_stages=2)}, "virtual"),
+    "no microbatch": ({"microbatches": 0}, "microbatches"),
     "a loss of nothing": ({"loss": lambda: 1}, "function of \\(model, batch\\)"),
 }  # fmt: skip
 
@@ -112,6 +117,7 @@ AT_THE_STEP = {
         "x",
         "real numbers between",
     ),
+    "a loss of each row": ({"loss": lambda model, batch: model(batch["image"])[:, 0]}, "pictures", "scalar"),
     "a batch of another tree": ({"loss": square}, "pictures", "batch"),
 }
 
