@@ -33,6 +33,7 @@ def losses(name: str, *flags: str) -> list[float]:
         pytest.param("flax_script.py", ("--grid.z", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("vit.py", ("--grid.data", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("cnn.py", ("--grid.data", "2", "--grid.z", "2", "--grid.x", "2"), marks=pytest.mark.slow),
+        pytest.param("pipeline.py", ("--grid.pipe", "2", "--grid.y", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_the_sharded_script_prints_the_plain_ones_losses(name, flags):

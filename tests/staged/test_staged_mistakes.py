@@ -166,3 +166,12 @@ def test_parallelize_leaves_a_pipeline_to_the_trainer():
         ax.parallelize(models.Vision(nnx.Rngs(0)), grid)
     with pytest.raises(UserError, match=words):
         ax.parallelize_linen(models.linen_loss, models.linen_params(), grid, models.texts(1)[0])
+
+
+def test_a_list_of_layers_of_images_is_led_to_the_loss():
+    def model():
+        layers = [nnx.Linear(64, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 10, rngs=nnx.Rngs(0))]
+        return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
+
+    with pytest.raises(UserError, match=r"layers\[0\].*fails on token ids.*loss=loss\) takes any batch"):
+        ax.Trainer(model, optax.sgd(0.1), ax.init(pipe=2), microbatches=2)

@@ -139,7 +139,15 @@ class SequenceModel(nnx.Module):
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Run layer `number`."""
-        return self.run_layer(self.layers[number], x, None if key is None else key.of_layer(number))
+        layer_key = None if key is None else key.of_layer(number)
+        if number:
+            return self.run_layer(self.layers[number], x, layer_key)
+        try:
+            return self.run_layer(self.layers[0], x, layer_key)
+        except TypeError as error:  # the first layer of a model of images, for example, multiplies its input
+            given = f"{type(self.layers[0]).__name__}, which fails on token ids {x.shape}: {str(error).splitlines()[0]}"
+            accepted = "a layer that takes token ids [batch, seq]; ax.Trainer(model, ..., loss=loss) takes any batch"
+            raise UserError("layers[0]", given, accepted) from error
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Return the sum of the losses of all targets, weighted by `weights` if given."""
