@@ -11,6 +11,7 @@ import axonn_jax as ax
 from axonn_jax.any_flax.dependence.one_row import alike
 
 ROWS, WIDTH = 8, 6
+TOKEN = jnp.ones((1, 1, WIDTH))
 
 
 def picked(x, labels):
@@ -23,6 +24,7 @@ LOSSES = {
     "scan": (lambda x, y: jax.lax.scan(lambda c, e: (c + e, picked(c, y)), x, jnp.ones(2))[1].sum(), True),
     "einsum": (lambda x, y: jnp.einsum("bij,bkj->bik", x, x).mean(), True),
     "product of heads": (lambda x, y: jnp.einsum("btd,ndh->btnh", x, jnp.ones((1, WIDTH, 3))).mean(), True),
+    "token in front": (lambda x, y: jnp.concatenate([jnp.broadcast_to(TOKEN, (len(x), 1, WIDTH)), x], 1).mean(), True),
     "mean by hand": (lambda x, y: jnp.tanh(x).sum() / len(x), True),
     "squeezed": (lambda x, y: jnp.squeeze(jnp.tanh(x)).mean(), False),
     "branch": (lambda x, y: (jnp.tanh(x) if len(x) > 1 else x).mean(), False),

@@ -55,6 +55,8 @@ class Equation:
 
 
 def by_rows(shapes: Shapes) -> frozenset[int]:
-    """Return the axes whose size depends on the number of rows."""
+    """Return the axes whose size depends on the number of rows; all, if the programs differ in the number of axes."""
+    if len(shapes[0]) != len(shapes[1]):  # jax leaves an axis of one row out of some products
+        return frozenset(range(len(shapes[0])))
     # Compare sizes between the traces instead of with the number of rows, which a feature axis may equal by chance.
     return frozenset(axis for axis, (full, part) in enumerate(zip(*shapes, strict=True)) if full != part)

@@ -1,8 +1,10 @@
 """Programs of one row: jax writes some of its functions otherwise for an axis of size one, which changes no value."""
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -48,30 +50,42 @@ class _Pair:
 
     def bodies_alike(self, full: Jaxpr, part: Jaxpr) -> bool:
         """Return whether two programs make the same calls with corresponding values."""
-        sides, calls = (full, part), [_calls(full), _calls(part)]
-        inputs = [[*side.invars, *side.constvars] for side in sides]
-        if [site for site, _ in calls[0]] != [site for site, _ in calls[1]] or len(inputs[0]) != len(inputs[1]):
+        inputs = [[*side.invars, *side.constvars] for side in (full, part)]
+        if len(inputs[0]) != len(inputs[1]):
             return False
-        last_reads = [_last_reads(side, side_calls) for side, side_calls in zip(sides, calls, strict=True)]
         env: dict[Var, Var] = dict(zip(*inputs, strict=True))
-        for number, ((_, eqns), (_, other_eqns)) in enumerate(zip(*calls, strict=True)):
-            names, other_names = ([eqn.primitive.name for eqn in side] for side in (eqns, other_eqns))
-            if names == other_names:
-                if not all(self._equations_alike(*each, env) for each in zip(eqns, other_eqns, strict=True)):
-                    return False
-                continue
-            # One call of jax that is written otherwise: it computes the same from the same values.
-            reads, other_reads = (_read(side) for side in (eqns, other_eqns))
-            results, other_results = (
-                [var for eqn in side for var in eqn.outvars if reads_of.get(var, 0) > number]
-                for side, reads_of in zip((eqns, other_eqns), last_reads, strict=True)
-            )
-            computed, other_computed = ([name for name in side if name not in _SHAPES] for side in (names, other_names))
-            same = computed == other_computed and {env[var] for var in reads} == other_reads
-            if not (same and self._results_alike(results, other_results)):
+        calls, others = (deque(_calls(side)) for side in (full, part))
+        while calls or others:
+            call, other = (side[0] if side else _NO_CALL for side in (calls, others))
+            if call.site == other.site:
+                alike = self._calls_alike(calls.popleft(), others.popleft(), env)
+            elif call.moves:  # `jnp.broadcast_to` of one row to one row leaves nothing
+                alike = self._moved(calls.popleft(), env)
+            else:
                 return False
-            env.update(zip(results, other_results, strict=True))
+            if not alike:
+                return False
         return self._operands_alike(full.outvars, part.outvars, env)
+
+    def _calls_alike(self, call: "_Call", other: "_Call", env: dict[Var, Var]) -> bool:
+        names, other_names = ([eqn.primitive.name for eqn in side.eqns] for side in (call, other))
+        inner, other_inner = ([var for eqn in side.eqns for var in eqn.outvars] for side in (call, other))
+        if names == other_names and self._results_alike(inner, other_inner):
+            return all(self._equations_alike(*each, env) for each in zip(call.eqns, other.eqns, strict=True))
+        # One call of jax that is written otherwise: it computes the same from the same values.
+        computed, other_computed = ([name for name in side if name not in _SHAPES] for side in (names, other_names))
+        same = computed == other_computed and {env[var] for var in call.reads} == other.reads
+        if not (same and self._results_alike(call.results, other.results)):
+            return False
+        env.update(zip(call.results, other.results, strict=True))
+        return True
+
+    def _moved(self, call: "_Call", env: dict[Var, Var]) -> bool:
+        """Return whether a call that only one of the programs makes changes nothing in the other one."""
+        if len(call.reads) != 1 or len(call.results) != 1:
+            return False
+        env[call.results[0]] = env[next(iter(call.reads))]
+        return self._results_alike(call.results, [env[call.results[0]]])
 
     def _equations_alike(self, eqn: JaxprEqn, other: JaxprEqn, env: dict[Var, Var]) -> bool:
         """Return whether two equations of one primitive are alike, and note that their results correspond."""
@@ -109,30 +123,49 @@ class _Pair:
         return not isinstance(a, str | frozenset) or a == b
 
 
-def _calls(jaxpr: Jaxpr) -> list[tuple[object, list[JaxprEqn]]]:
-    """Return the equations by the call outside of jax that makes them: an instruction of Python's, not only a line."""
-    return [(site, list(eqns)) for site, eqns in groupby(jaxpr.eqns, _site)]
+class _Call(NamedTuple):
+    """Equations of one call outside of jax."""
+
+    site: object
+    """Instruction of Python's that makes the call: a line may hold several, of which a branch within it takes one."""
+    eqns: list[JaxprEqn]
+    reads: set[Var]
+    """Values that the equations read and do not compute."""
+    results: list[Var]
+    """Values that later calls read."""
+
+    @property
+    def moves(self) -> bool:
+        """True if the call computes no value."""
+        return bool(self.eqns) and all(eqn.primitive.name in _SHAPES for eqn in self.eqns)
+
+
+_NO_CALL = _Call("none", [], set(), [])
+
+
+def _calls(jaxpr: Jaxpr) -> list[_Call]:
+    """Return the equations of a program call by call."""
+    groups = [(site, list(eqns)) for site, eqns in groupby(jaxpr.eqns, _site)]
+    reads = [_read(eqns) for _, eqns in groups]
+    last_read = {var: number for number, each in enumerate(reads) for var in each}
+    last_read |= {atom: len(groups) for atom in jaxpr.outvars if isinstance(atom, Var)}
+    return [
+        _Call(site, eqns, reads[number], [v for e in eqns for v in e.outvars if last_read.get(v, 0) > number])
+        for number, (site, eqns) in enumerate(groups)
+    ]
 
 
 def _site(eqn: JaxprEqn) -> object:
     traceback = eqn.source_info.traceback
     if traceback is None:
         return None
-    # A line may hold several calls, of which a branch within it takes one: the instruction tells them apart.
     frames = zip(*traceback.raw_frames(), strict=True)
     return next(((code, at) for code, at in frames if not code.co_filename.startswith(_JAX)), None)
 
 
 def _read(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """Return the values that equations read and do not compute."""
     computed = {var for eqn in eqns for var in eqn.outvars}
     return {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)} - computed
-
-
-def _last_reads(jaxpr: Jaxpr, calls: Sequence[tuple[object, list[JaxprEqn]]]) -> dict[Var, int]:
-    """Return the number of the last call that reads a value; the number of all calls for a result of the program."""
-    found = {var: number for number, (_, eqns) in enumerate(calls) for var in _read(eqns)}
-    return found | {atom: len(calls) for atom in jaxpr.outvars if isinstance(atom, Var)}
 
 
 def _of_jax(jaxpr: Jaxpr) -> bool:

@@ -144,7 +144,10 @@ class SequenceModel(nnx.Module):
             return self.run_layer(self.layers[number], x, layer_key)
         try:
             return self.run_layer(self.layers[0], x, layer_key)
-        except (TypeError, ValueError) as error:  # the first layer of a model of images, for example, multiplies its input
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # the first layer of a model of images, for example, multiplies its input
             given = f"{type(self.layers[0]).__name__}, which fails on token ids {x.shape}: {str(error).splitlines()[0]}"
             accepted = "a layer that takes token ids [batch, seq]; ax.Trainer(model, ..., loss=loss) takes any batch"
             raise UserError("layers[0]", given, accepted) from error
