@@ -24,13 +24,13 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 22_500,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 22_720,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "dialect in 1,000 names of core, any_flax, pipe": 3,
     "dialect in 1,000 names elsewhere": 6,
     "dialect in 1,000 names of core, any_flax, pipe, as words of them": 9,
     "dialect in 1,000 names elsewhere, as words of them": 12,
     "lines of the core a comment": 40,
-    "lines with Any": 935,
+    "lines with Any": 934,
 }
 
 

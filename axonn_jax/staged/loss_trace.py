@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.any_flax.modules.batches import rows_of, with_rows
 from axonn_jax.any_flax.modules.loss_model import REPLICAS, LossModel, unsharded
 from axonn_jax.any_flax.modules.metrics import averaged, share_of
-from axonn_jax.any_flax.pooling import with_sliced_pooling
+from axonn_jax.any_flax.rewriting import in_fast_forms
 from axonn_jax.core import compat
 from axonn_jax.core.tensor.params import key_of
 from axonn_jax.core.tensor.specs import Replicated, is_replicated, size_over
@@ -163,7 +163,7 @@ def trace_loss(
         results.extend(TraceSlot("state", name) for name in sorted(result.carried))
         return [loss, *leaves, *(result.carried[name] for name in sorted(result.carried))]
 
-    closed = inlined(replicas.traced(with_sliced_pooling(flat), list(inputs.values())))
+    closed = inlined(replicas.traced(in_fast_forms(flat), list(inputs.values())))
     return LossTrace(closed, tuple(inputs), tuple(results), structure[-1])
 
 

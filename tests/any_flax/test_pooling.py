@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import axonn_jax as ax
-from axonn_jax.any_flax.pooling import with_sliced_pooling
+from axonn_jax.any_flax.rewriting import in_fast_forms
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_values_and_gradients_are_the_same_to_the_bit_where_numbers_are_equal(sh
         return jnp.sum(pooled * jnp.arange(pooled.size, dtype=dtype).reshape(pooled.shape)), pooled
 
     (want, plain), d_want = jax.value_and_grad(loss, has_aux=True)(x)
-    (got, pooled), d_got = jax.value_and_grad(with_sliced_pooling(loss), has_aux=True)(x)
+    (got, pooled), d_got = jax.value_and_grad(in_fast_forms(loss), has_aux=True)(x)
     assert want == got
     assert (pooled == plain).all()
     assert (d_got == d_want).all()

@@ -16,7 +16,7 @@ from axonn_jax.any_flax.modules.loss_model import REPLICAS, ROW_AXES, Loss, Loss
 from axonn_jax.any_flax.modules.metrics import Weight, averaged, is_total, part_weights, share_of
 from axonn_jax.any_flax.parallelize.convolution import check_grouped
 from axonn_jax.any_flax.parallelize.flow import MARK
-from axonn_jax.any_flax.pooling import with_sliced_pooling
+from axonn_jax.any_flax.rewriting import in_fast_forms
 from axonn_jax.core.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.core.errors import UserError, first_line
 from axonn_jax.core.memory.zero import reduce_gradients
@@ -250,7 +250,7 @@ class LossProgram(OnMesh[Tree]):
             loss = share_of(result.loss, share)
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
-        backward = jax.value_and_grad(with_sliced_pooling(part), has_aux=True)
+        backward = jax.value_and_grad(in_fast_forms(part), has_aux=True)
 
         @jax.jit  # so that unrolled microbatches trace the loss once
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:

@@ -52,8 +52,9 @@ def convolves_slowly_in_loops(platform: str) -> bool:
     return platform == _CPU
 
 
-def pools_slowly(platform: str) -> bool:
-    """Return whether the gradient of max pooling takes many times as long as that of maxima of slices."""
+def prefers_flat_forms(platform: str) -> bool:
+    """Return whether products of arrays with more than two axes take longer than those of matrices, and the gradient of
+    max pooling many times as long as that of maxima of slices."""
     return platform == _CPU
 
 

@@ -19,7 +19,8 @@ other number of stages. Three figures a grid:
 3. bytes of parameters on a device over its stage's bytes by `z * y * x`, of the worst stage.
 
 *Rounding*: the first two figures for the plain loop beside itself, with parameters and inputs moved by a unit in the
-last place: no program can be expected to be closer."""
+last place: no program can be expected to be closer. The rows of jraphx GCN are the nodes of one graph: parts of
+them are no graph, and the loss is NaN on one device too."""
 
 
 def staged_page(figures: Mapping[str, Any]) -> str:
@@ -72,6 +73,6 @@ def _notes(rows: Mapping[str, Any]) -> list[str]:
             said += [f"refused: {one['failed'].partition(': ')[2]}"] if "failed" in one else []
             over = ", ".join(one.get("whole", ()))
             said += [f"on every device of its stage: {over}"] if one.get("share", 0) > 1.15 else []
-            for line in said:
+            for line in dict.fromkeys(said):
                 found.setdefault(f"{name}: {line}", []).append(grid)
     return [f"* {line} ({', '.join(grids)})" for line, grids in found.items()]
