@@ -65,8 +65,11 @@ class CutModel:
         written = {slot.name for slot in self._train.results if slot.kind == "state"}
         if strange := sorted(written & self._sizes.keys()):
             raise UserError("model", f"{strange[0]}, a parameter that a call writes", "in a pipeline, state beside it")
-        self._units = [units_of(flow, self._sizes, model.collections) for flow in self._flows]
-        train = self._units[0]
+        known = None if unit_names is None else {name for names in unit_names for name in names}
+        train = units_of(self._flows[0], self._sizes, model.collections, known)
+        # An evaluation, in which less may cross, is cut where a step is.
+        known = known or {unit.name for unit in train}
+        self._units = [train, units_of(self._flows[1], self._sizes, model.collections, known)]
         if unit_names is None:
             costs = [SegmentCost(unit.name, unit.flops, 2 * unit.flops, unit.params) for unit in train]
             unit_names = [[train[number].name for number in numbers] for numbers in ranges(costs)]
@@ -75,9 +78,9 @@ class CutModel:
     def _choose(self, unit_names: list[list[str]]) -> None:
         self.unit_names = unit_names
         """Names of the units of every stage."""
-        self._parts = [
-            stage_parts(flow, _cuts(units, unit_names)) for flow, units in zip(self._flows, self._units, strict=True)
-        ]
+        self.begins = [_cuts(units, unit_names) for units in self._units]
+        """Steps of the trace with which the stages begin, in a training step and in an evaluation."""
+        self._parts = [stage_parts(flow, begins) for flow, begins in zip(self._flows, self.begins, strict=True)]
         train, evaluation = self._parts
         written = {slot.name for part in train for slot in part.results if slot.kind == "state"}
         for name in sorted(written):

@@ -196,7 +196,11 @@ class LossJob(PipelineJob):
             # Costs differ with the length of rows: cut where the first batch was, whose stages have their parameters.
             names = None if self._cut is None else self._cut.unit_names
             settings = (self.parts, self.state, part, self.shape, ranges, names)
-            self._traced[key] = CutModel(self._models[pp_rank], replicas, *settings)
+            cut = CutModel(self._models[pp_rank], replicas, *settings)
+            # Two ranks that cut at different steps would leave steps out, or run them twice, without an error.
+            if any(other.begins != cut.begins for (form, _), other in self._traced.items() if form == key[0]):
+                raise RuntimeError(f"rank {pp_rank} of the pipe cuts the loss at {cut.begins}, another rank elsewhere")
+            self._traced[key] = cut
         return self._traced[key]
 
     def _part_of(self, batch: Any) -> Any:

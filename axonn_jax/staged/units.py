@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -92,30 +92,51 @@ class Flow:
         return list(accumulate(change))[: len(self.steps) + 1]
 
 
-def units_of(flow: Flow, sizes: Mapping[str, int], collections: frozenset[str] = frozenset()) -> list[Unit]:
+def units_of(
+    flow: Flow,
+    sizes: Mapping[str, int],
+    collections: frozenset[str] = frozenset(),
+    names: Collection[str] | None = None,
+) -> list[Unit]:
     """Return the units of a traced loss, in order.
 
     A unit begins where the program first reads a parameter or state of the next module: of the next entry of a list of
     layers, or of the next module outside of lists. Between the last read of one module's arrays and the first of the
     next one's, the cut goes where the fewest bytes cross: behind the residual addition, ahead of the norm's mean.
     State counts, so that a BatchNorm's statistics lie with the same stage in a training step and in an evaluation.
+    An entry is cut between its own modules too, as a block between attention and MLP, where no more bytes cross than
+    ahead of it: stages are the better balanced.
 
     Args:
         flow: The traced loss.
         sizes: Number of elements of every parameter, by path.
         collections: Roots of paths under which Linen has arrays of the same modules, as `params` and `batch_stats`.
+        names: Units of another trace of the loss, of which entries are cut as they are there; None to choose.
     """
-    reads: dict[str, list[int]] = {}
+    modules: dict[str, dict[str, list[int]]] = {}
     for name, steps in flow.read_at.items():
         root, _, path = name.partition(".")
-        reads.setdefault(module_of(path if root in collections else name), []).extend(steps)
-    begins = sorted((min(steps), module) for module, steps in reads.items())
-    crossing, cuts = flow.crossing_bytes(), [(0, begins[0][1] if begins else "loss")]
-    for (_, previous), (first, module) in pairwise(begins):
-        steps = sorted(reads[previous])
-        low = max(steps[bisect_left(steps, first) - 1] if steps[0] < first else first, cuts[-1][0]) + 1
-        if low <= first:
-            cuts.append((min(range(low, first + 1), key=lambda at: (crossing[at], -at)), module))
+        path = path if root in collections else name
+        module = module_of(path)
+        part = ".".join(path.split(".")[:-1][: module.count(".") + 2])
+        modules.setdefault(module, {}).setdefault(part, []).extend(steps)
+    crossing = flow.crossing_bytes()
+    reads = {module: [step for steps in parts.values() for step in steps] for module, parts in modules.items()}
+    cuts = [(0, min(reads, key=lambda module: min(reads[module]), default="loss")), *_cuts(reads, crossing, 0)]
+    ends = [*(begin for begin, _ in cuts[1:]), len(flow.steps)]
+    for (begin, module), end in zip([*cuts], ends, strict=True):
+        inside = {
+            part: within
+            for part, steps in modules.get(module, {}).items()
+            if (within := [step for step in steps if begin <= step < end])
+        }
+        most = crossing[begin] if begin else crossing[end]
+        cuts += [
+            (at, part)
+            for at, part in _cuts(inside, crossing, begin)
+            if part != module and (crossing[at] <= most if names is None else part in names)
+        ]
+    cuts.sort()
     flops = [0, *accumulate(flops_of(eqn) for eqn in flow.steps)]
     seen: set[str] = set()
     units = []
@@ -125,6 +146,19 @@ def units_of(flow: Flow, sizes: Mapping[str, int], collections: frozenset[str] =
         seen |= params
         units.append(Unit(module, begin, flops[end] - flops[begin], sum(sizes.get(name, 0) for name in params)))
     return units
+
+
+def _cuts(reads: Mapping[str, Sequence[int]], crossing: Sequence[int], start: int) -> list[tuple[int, str]]:
+    """Return the step where each module but the first begins, by the steps that read its arrays, from `start` on."""
+    begins = sorted((min(steps), module) for module, steps in reads.items())
+    cuts: list[tuple[int, str]] = []
+    for (_, previous), (first, module) in pairwise(begins):
+        steps = sorted(reads[previous])
+        last = cuts[-1][0] if cuts else start
+        low = max(steps[bisect_left(steps, first) - 1] if steps[0] < first else first, last) + 1
+        if low <= first:
+            cuts.append((min(range(low, first + 1), key=lambda at: (crossing[at], -at)), module))
+    return cuts
 
 
 def module_of(name: str) -> str:

@@ -40,12 +40,26 @@ def crossing_of(flow, unit):
 def test_the_residual_stream_alone_crosses_between_blocks(axes):
     flow, sizes = flow_of("language", axes)
     units = units_of(flow, sizes)
-    assert [unit.name for unit in units] == ["table", "positions", "layers.0", "layers.1", "layers.2", "norm"]
+    blocks = [f"layers.{number}{part}" for number in range(3) for part in ("", ".up")]
+    assert [unit.name for unit in units] == ["table", "positions", *blocks, "norm"]
     for unit in units[1:]:
         assert crossing_of(flow, unit) == [((ROWS, models.SEQ, models.WIDTH), "float32")]
     # Blocks cost the same, and all parameters are in some unit, a tied table in its first.
-    assert len({unit.flops for unit in units[2:5]}) == 1
+    assert len({unit.flops for unit in units[2:8:2]}) == len({unit.flops for unit in units[3:8:2]}) == 1
     assert sum(unit.params for unit in units) == sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", ["language", "mixture", "unet", "vision", "translation"])
+def test_units_that_are_named_are_those_that_were_chosen(name):
+    """A rank that is told the names cuts where the rank that chose them does, also in an evaluation."""
+    flow, sizes = flow_of(name)
+    units = units_of(flow, sizes)
+    names = {unit.name for unit in units}
+    assert len(names) == len(units)
+    assert units_of(flow, sizes, names=names) == units
+    evaluation, _ = flow_of(name, training=False)
+    in_it = [unit.name for unit in units_of(evaluation, sizes, names=names)]
+    assert in_it == [unit.name for unit in units if unit.name in in_it]
 
 
 def test_a_loss_of_all_blocks_crosses_as_one_number():

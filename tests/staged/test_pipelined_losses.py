@@ -106,7 +106,7 @@ POLICIES = {
     "gpipe": ax.PipelineConfig(policy="gpipe"),
     "zero-bubble": ax.PipelineConfig(policy="zero-bubble"),
     "interleaved": ax.PipelineConfig(policy="interleaved", virtual_stages=2),
-    "split": ax.PipelineConfig(split="2,4"),
+    "split": ax.PipelineConfig(split="3,6"),
 }
 
 
