@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.core import compat
+from axonn_jax.core.backend.workarounds import on_cores
 from axonn_jax.core.options import Mlp
 from axonn_jax.core.tensor.collectives import mark_varying
 from axonn_jax.core.tensor.elementwise import activated
@@ -19,9 +20,9 @@ from axonn_jax.core.tensor.elementwise import activated
 # recomputes them tile by tile. `jax.lax.ragged_dot` cannot do this on CPUs, and on GPUs without Triton it multiplies
 # every token by every expert.
 
-# Sizes of tiles. All but an expert's last have at most `_MOST` tokens; the last has the next multiple of `_GRAIN`, each
-# of which is a branch of the program: a whole tile would be half padding where an expert has few tokens.
-_GRAIN, _MOST = 32, 256
+# Bounds on the tokens in a tile. With fewer, accumulating the kernels' gradients takes longer than the products; with
+# more, the padding of the last tile costs too much.
+_FEWEST, _MOST = 32, 128
 
 
 class _Kernels(NamedTuple):
@@ -70,9 +71,9 @@ def grouped_mlp(
 
 
 def _tile(tokens: int, k: int, experts: int) -> int:
-    # Twice an expert's mean load, so that most experts have one tile; a token chooses an expert once.
-    wanted = min(2 * max(tokens * k // experts, 1), tokens, _MOST)
-    return -(-wanted // _GRAIN) * _GRAIN
+    # A power of two near an expert's mean load, but no larger than the number of tokens.
+    mean = max(tokens * k // experts, 1)
+    return min(max(1 << (mean.bit_length() - 1), _FEWEST), _MOST, 1 << (tokens - 1).bit_length())
 
 
 def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
@@ -106,17 +107,27 @@ def _over_tiles(
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
-    def run(size: int, at: jax.Array, carry: Sums) -> Sums:
+    def run(at: jax.Array, carry: Sums, size: int = tile) -> Sums:
         numbers = lax.dynamic_slice(groups.order, (at,), (size,))
         valid = at + jnp.arange(size) < end
         return body(_Tile(numbers, jnp.where(valid, numbers // k, count), valid), carry)
 
-    whole = (end - start) // tile
-    carry = lax.fori_loop(0, whole, lambda i, carry: run(tile, start + i * tile, carry), carry)
-    at = start + whole * tile
-    branches: list[Callable[[Sums], Sums]] = [lambda carry: carry]
-    branches += [partial(run, size, at) for size in range(_GRAIN, tile + 1, _GRAIN)]
-    return lax.switch((end - at + _GRAIN - 1) // _GRAIN, branches, carry)  # type: ignore[no-any-return]
+    def of_whole_tiles(count: jax.Array, carry: Sums) -> Sums:
+        return lax.fori_loop(0, count, lambda i, carry: run(start + i * tile, carry), carry)
+
+    def padded(carry: Sums) -> Sums:
+        return of_whole_tiles((end - start + tile - 1) // tile, carry)
+
+    def fitted(carry: Sums) -> Sums:
+        whole, grain = (end - start) // tile, min(_FEWEST, tile)
+        last = start + whole * tile
+        sizes = range(grain, tile + 1, grain)
+        branches: list[Callable[[Sums], Sums]] = [lambda carry: carry, *(partial(run, last, size=n) for n in sizes)]
+        return lax.switch((end - last + grain - 1) // grain, branches, of_whole_tiles(whole, carry))  # type: ignore[no-any-return]
+
+    # The last tile is half padding in the mean. One of the size that is needed takes a branch, on whose number the host
+    # would have to wait where it is not the device.
+    return on_cores(fitted, padded)(carry)
 
 
 def _of_expert(kernels: _Kernels, expert: jax.Array) -> _Kernels:
