@@ -20,7 +20,7 @@ from axonn_jax.core.errors import UserError
 from axonn_jax.core.options import Rows
 from axonn_jax.core.tensor.params import Params, copied
 from axonn_jax.core.tensor.specs import is_replicated, values_of
-from axonn_jax.core.terminal import say
+from axonn_jax.core.terminal import say, size
 from axonn_jax.pipe.job import PipelineJob, RankStates
 from axonn_jax.pipe.stages import build
 from axonn_jax.pipe.stages.cut import ranges_of
@@ -47,6 +47,7 @@ class LossJob(PipelineJob):
     """Cuts by the form of a batch and a rank, until their programs are compiled."""
     _settled: set[tuple[str, bool]] = field(default_factory=set)
     """Forms of batches whose loss may run in parts, in steps and in evaluations."""
+    _memory_told: bool = False
 
     @property
     def names(self) -> Sequence[tuple[str, ...]] | None:  # noqa: D102
@@ -135,6 +136,9 @@ class LossJob(PipelineJob):
                 borrowed=build.borrowed(state.shared, pp_rank),
             )
         self._traced.clear()
+        if not self._memory_told:
+            self._say(*(self._memory_line(pp_rank, worker) for pp_rank, worker in workers.items()))
+            self._memory_told = True
         # The first stage receives gradients alone.
         return CompiledRanks(workers, {**returning, **arriving}, returning)
 
@@ -175,6 +179,16 @@ class LossJob(PipelineJob):
             []
             if self._cut is None
             else [*self._cut.report(), *build.schedule_lines(self.shape, self.pipeline.policy, channel)]
+        )
+
+    def _memory_line(self, pp_rank: int, worker: RankWorker) -> str:
+        arriving = [stage.x for stage in worker.stages.values() if stage.x is not None]
+        total = sum(stage.residual_bytes() for stage in worker.stages.values())
+        total += sum(x.size * x.dtype.itemsize for x in arriving)
+        stages, live = self.shape.virtual_stages, self.policy.live(self.shape, pp_rank)
+        return (
+            f"memory: place {pp_rank} keeps {size(total / worker.mesh.size)} of a microbatch on a device until "
+            f"its backward pass, of at most {-(-live // stages)} at a time"
         )
 
     def _say(self, *lines: str) -> None:
