@@ -126,6 +126,8 @@ class PipelineEngine:
             for pp_rank, total in sums_of_ranks(name, grads, sync.exchange, pp_ranks).items():
                 grads[pp_rank][name] = total
         measured = {pp_rank: rank.measure(grads[pp_rank]) for pp_rank, rank in pipe.ranks.items()}
+        for pp_rank, (square, _, _) in measured.items() if self.grid.shape.data > 1 else ():
+            pipe.executor.then(pp_rank, square, "reduction", "communication", step, begin)
         losses, totals = {pp_rank: rank.loss for pp_rank, rank in pipe.ranks.items()}, {}
         for pp_rank, (square, count, centred) in measured.items():
             grads[pp_rank] |= centred
@@ -139,7 +141,7 @@ class PipelineEngine:
         states.scale.tell(finite=finite)
         if finite:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
-            self._half_done = "update"
+            self._half_done, begin = "update", time.monotonic()
             for pp_rank, store in self.stores.items():
                 done = store.apply(grads[pp_rank], factor, loss)
                 pipe.ranks[pp_rank].commit()

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.core import compat
-from axonn_jax.core.backend.workarounds import on_cores
 from axonn_jax.core.options import Mlp
 from axonn_jax.core.tensor.collectives import mark_varying
 from axonn_jax.core.tensor.elementwise import activated
@@ -107,27 +106,13 @@ def _over_tiles(
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
-    def run(at: jax.Array, carry: Sums, size: int = tile) -> Sums:
-        numbers = lax.dynamic_slice(groups.order, (at,), (size,))
-        valid = at + jnp.arange(size) < end
+    def run(i: jax.Array, carry: Sums) -> Sums:
+        at = start + i * tile
+        numbers = lax.dynamic_slice(groups.order, (at,), (tile,))
+        valid = at + jnp.arange(tile) < end
         return body(_Tile(numbers, jnp.where(valid, numbers // k, count), valid), carry)
 
-    def of_whole_tiles(count: jax.Array, carry: Sums) -> Sums:
-        return lax.fori_loop(0, count, lambda i, carry: run(start + i * tile, carry), carry)
-
-    def padded(carry: Sums) -> Sums:
-        return of_whole_tiles((end - start + tile - 1) // tile, carry)
-
-    def fitted(carry: Sums) -> Sums:
-        whole, grain = (end - start) // tile, min(_FEWEST, tile)
-        last = start + whole * tile
-        sizes = range(grain, tile + 1, grain)
-        branches: list[Callable[[Sums], Sums]] = [lambda carry: carry, *(partial(run, last, size=n) for n in sizes)]
-        return lax.switch((end - last + grain - 1) // grain, branches, of_whole_tiles(whole, carry))  # type: ignore[no-any-return]
-
-    # The last tile is half padding in the mean. One of the size that is needed takes a branch, on whose number the host
-    # would have to wait where it is not the device.
-    return on_cores(fitted, padded)(carry)
+    return lax.fori_loop(0, (end - start + tile - 1) // tile, run, carry)
 
 
 def _of_expert(kernels: _Kernels, expert: jax.Array) -> _Kernels:

@@ -11,32 +11,28 @@ from launched import MPIRUN, ROOT, UNDER_MPIRUN, environment
 
 SCRIPT = """
 import json, sys
-import grain
-import numpy as np
 import optax
 from flax import nnx
 import axonn_jax as ax
 
-if sys.argv[1] == "torch":
-    import torch
+RECIPE
+
 grid = ax.init(data=2)
 model, loss = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), lambda model, x: (model(x) ** 2).mean()
 trainer = ax.Trainer(model, optax.adam(0.1), grid, loss=loss, microbatches=2)
-dataset, batch, epoch = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32), 8, 1
-RECIPE
+dataset = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+loader = {"grain": grain_loader, "torch": torch_loader}[sys.argv[1]](dataset, numbers_of(trainer, dataset, 8, epoch=1))
+losses = [float(trainer.step(rows)["loss"]) for rows in loader]
 if grid.rank == 0:
     print("FOUND", json.dumps(losses), flush=True)
 trainer.close()
 """
 
 
-def recipe(kind: str) -> str:
-    """The lines of the page for one of its loaders."""
+def recipe() -> str:
+    """The code of the page."""
     page = (ROOT / "docs/launch.md").read_text()
-    lines = page.split("## Data by process")[1].split("```python\n")[1].split("```")[0].splitlines()
-    lines = [line for line in lines if not line.startswith("loader = ") or line.startswith(f"loader = {kind}")]
-    body = "\n".join(lines).replace("    trainer.step(own)", '    losses.append(float(trainer.step(own)["loss"]))')
-    return "losses = []\n" + body
+    return page.split("## Data by process")[1].split("```python\n")[1].split("```")[0]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,7 @@ def recipe(kind: str) -> str:
 @UNDER_MPIRUN[0]
 @UNDER_MPIRUN[1]
 def test_two_processes_load_their_rows_of_what_one_loads(kind):
-    words, found = [sys.executable, "-c", SCRIPT.replace("RECIPE", recipe(kind)), kind], []
+    words, found = [sys.executable, "-c", SCRIPT.replace("RECIPE", recipe()), kind], []
     for launcher in ([], [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2"]):
         ran = subprocess.run(
             [*launcher, *words], capture_output=True, text=True, timeout=180, env=environment(), check=False
