@@ -24,7 +24,7 @@ ALLOWED = {
     "class names in two modules": 0,
     "choices written twice": 0,
     "config keys": 133,
-    "words of docs": 22_760,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 22_780,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "dialect in 1,000 names of core, any_flax, pipe": 3,
     "dialect in 1,000 names elsewhere": 6,
     "dialect in 1,000 names of core, any_flax, pipe, as words of them": 9,
