@@ -90,12 +90,12 @@ class Heartbeat:
         """Stop the thread and restore the handling of signals."""
         if self._wake_read < 0 or self._closed.is_set():
             return
-        self._leave_signals()
+        unused = self._leave_signals()
         self._closed.set()
         self._wake(0)
         self._thread.join(5)
         # Leave the pipe open if a signal or a stuck thread could still use it: its number may belong to a file later.
-        if self._previous_fd is None and not self._thread.is_alive():
+        if unused and not self._thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -165,15 +165,22 @@ class Heartbeat:
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._terminate)
 
-    def _leave_signals(self) -> None:
-        if self._previous_fd is not None and threading.current_thread() is threading.main_thread():
-            # Somebody may have installed another descriptor or handler in the meantime; theirs stay.
-            descriptor = signal.set_wakeup_fd(self._previous_fd)
-            if descriptor != self._wake_write:
-                signal.set_wakeup_fd(descriptor)
-            if signal.getsignal(signal.SIGTERM) == self._terminate:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._previous_fd = None
+    def _leave_signals(self) -> bool:
+        """Restore what was there; return True if nothing writes to this heartbeat's pipe any more."""
+        if self._previous_fd is None:
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        # Somebody may have installed another descriptor or handler in the meantime; theirs stay. A heartbeat that began
+        # later passes signals on to this one's descriptor, and restores it when it is closed.
+        descriptor = signal.set_wakeup_fd(self._previous_fd)
+        latest = descriptor == self._wake_write
+        if not latest:
+            signal.set_wakeup_fd(descriptor)
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._previous_fd = None
+        return latest
 
     def _terminate(self, number: int, _: object) -> None:
         """Wake the thread on SIGTERM; it names the missing process before it ends this one."""

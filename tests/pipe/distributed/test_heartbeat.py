@@ -260,6 +260,16 @@ def test_a_script_keeps_its_handler_and_its_wake_up_descriptor(handler, monkeypa
     assert called == [signal.SIGTERM]
 
 
+def test_trainers_that_end_in_the_order_of_their_beginning_end_without_an_error():
+    """The second one's previous descriptor is the first one's, which must still be a pipe by then."""
+    before = signal.set_wakeup_fd(-1)
+    heartbeats = [of_rank_0(Comm(0, 2, defaultdict(deque))) for _ in range(3)]
+    for heartbeat in heartbeats:
+        heartbeat.close()
+    signal.set_wakeup_fd(before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts files in /proc")
 def test_a_watch_leaves_no_files_open():
     heartbeat = Heartbeat(RankStatus(), Grid(GridShape(2), None, {}), TIMEOUT)
