@@ -216,3 +216,16 @@ class FailingBarrier:
             if time.monotonic() > end:
                 raise TimeoutError(f"a process did not come within {timeout_ms / 1000:g} s")
             time.sleep(0.02)
+
+
+def call_site(eqn: JaxprEqn, library: str) -> object:
+    """Return the instruction of Python's outside of a library's folder that made an equation, None without one.
+
+    A line may hold several calls, of which a branch within it takes one: the instruction tells them apart. Where jax
+    keeps none, every equation has a site of its own, equal to no other.
+    """
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None or not hasattr(traceback, "raw_frames"):
+        return object()
+    frames = zip(*traceback.raw_frames(), strict=True)
+    return next(((code, at) for code, at in frames if not code.co_filename.startswith(library)), None)

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from axonn_jax.any_flax.dependence.row_types import Fault
 from axonn_jax.any_flax.dependence.row_walk import Walk
+from axonn_jax.core import compat
 from axonn_jax.core.backend.jaxprs import bodies, equations
 
 Atom = Var | Literal
@@ -54,11 +55,11 @@ class _Pair:
         if len(inputs[0]) != len(inputs[1]):
             return False
         env: dict[Var, Var] = dict(zip(*inputs, strict=True))
-        calls, others = (deque(_calls(side)) for side in (full, part))
-        while calls or others:
-            call, other = (side[0] if side else _NO_CALL for side in (calls, others))
+        calls, other_calls = (deque(_calls(side)) for side in (full, part))
+        while calls or other_calls:
+            call, other = (side[0] if side else _NO_CALL for side in (calls, other_calls))
             if call.site == other.site:
-                alike = self._calls_alike(calls.popleft(), others.popleft(), env)
+                alike = self._calls_alike(calls.popleft(), other_calls.popleft(), env)
             elif call.moves:  # `jnp.broadcast_to` of one row to one row leaves nothing
                 alike = self._moved(calls.popleft(), env)
             else:
@@ -103,12 +104,12 @@ class _Pair:
         return all((_of_jax(a) and _of_jax(b)) or self.bodies_alike(a, b) for a, b in inner)
 
     def _operands_alike(self, atoms: Sequence[Atom], others: Sequence[Atom], env: dict[Var, Var]) -> bool:
-        def known(a: Atom, b: Atom) -> bool:
+        def corresponds(a: Atom, b: Atom) -> bool:
             if isinstance(a, Literal):
                 return isinstance(b, Literal) and not isinstance(self.walk.literal(a, b).type, Fault)
             return env[a] is b
 
-        return len(atoms) == len(others) and all(map(known, atoms, others))
+        return len(atoms) == len(others) and all(map(corresponds, atoms, others))
 
     def _results_alike(self, results: Sequence[Var], others: Sequence[Var]) -> bool:
         shapes, other_shapes = ([getattr(var.aval, "shape", ()) for var in side] for side in (results, others))
@@ -127,7 +128,7 @@ class _Call(NamedTuple):
     """Equations of one call outside of jax."""
 
     site: object
-    """Instruction of Python's that makes the call: a line may hold several, of which a branch within it takes one."""
+    """Instruction of Python's that makes the call."""
     eqns: list[JaxprEqn]
     reads: set[Var]
     """Values that the equations read and do not compute."""
@@ -145,7 +146,7 @@ _NO_CALL = _Call("none", [], set(), [])
 
 def _calls(jaxpr: Jaxpr) -> list[_Call]:
     """Return the equations of a program call by call."""
-    groups = [(site, list(eqns)) for site, eqns in groupby(jaxpr.eqns, _site)]
+    groups = [(site, list(eqns)) for site, eqns in groupby(jaxpr.eqns, lambda eqn: compat.call_site(eqn, _JAX))]
     reads = [_read(eqns) for _, eqns in groups]
     last_read = {var: number for number, each in enumerate(reads) for var in each}
     last_read |= {atom: len(groups) for atom in jaxpr.outvars if isinstance(atom, Var)}
@@ -153,14 +154,6 @@ def _calls(jaxpr: Jaxpr) -> list[_Call]:
         _Call(site, eqns, reads[number], [v for e in eqns for v in e.outvars if last_read.get(v, 0) > number])
         for number, (site, eqns) in enumerate(groups)
     ]
-
-
-def _site(eqn: JaxprEqn) -> object:
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return None
-    frames = zip(*traceback.raw_frames(), strict=True)
-    return next(((code, at) for code, at in frames if not code.co_filename.startswith(_JAX)), None)
 
 
 def _read(eqns: Sequence[JaxprEqn]) -> set[Var]:

@@ -37,15 +37,21 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One model on one grid."""
+class Parity:
+    """Differences of one model on one grid from the model on one device."""
 
     loss: float
-    """Difference of the losses, relative."""
+    """Worst difference of a loss, relative."""
     gradient: float
     """Worst difference of an element over the parameter's largest, or over 1/1,000 of the largest of all."""
     where: str
     """Parameter with the worst gradient."""
+
+
+@dataclass(frozen=True)
+class Outcome(Parity):
+    """One model on one grid."""
+
     share: float
     """Bytes of parameters a device over the ideal, a part in `z * y * x`."""
     traffic: Traffic

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from any_flax.compare import moved, worst
+from any_flax.compare import Parity, moved, worst
 from any_flax.strangers import Model
 from flax import nnx
 
@@ -24,15 +24,9 @@ STEPS, MICROBATCHES, RATE = 6, 4, 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One model on one grid."""
+class Outcome(Parity):
+    """One model on one grid; a gradient is a parameter's change over all steps, over the learning rate."""
 
-    loss: float
-    """Worst difference of the losses of all steps, relative."""
-    gradient: float
-    """Worst difference of an element's change in all steps, as in `compare.Outcome`."""
-    where: str
-    """Parameter with the worst change."""
     share: float
     """Bytes of parameters a device over its stage's bytes by `z * y * x`, of the stage with the largest ratio."""
     whole: tuple[str, ...]
